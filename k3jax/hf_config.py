@@ -240,7 +240,9 @@ def _parse_text(
 
 
 def _kda_fields(text: _Fields) -> dict[str, Any]:
-    attn = _Fields(text.mapping("linear_attn_config"), text.name("linear_attn_config"), _LINEAR_ATTN)
+    attn = _Fields(
+        text.mapping("linear_attn_config"), text.name("linear_attn_config"), _LINEAR_ATTN
+    )
     num_layers = text.integer("num_hidden_layers")
     lists = {key: list(attn.require(key)) for key in ("kda_layers", "full_attn_layers")}
     for key, layers in lists.items():
@@ -314,7 +316,10 @@ def _expert_format(quantization: Any) -> Literal["mxfp4"] | None:
     if not quantization:
         return None
     rule = "only compressed-tensors 'mxfp4-pack-quantized' with 4-bit groups of 32 is supported"
-    if not isinstance(quantization, Mapping) or quantization.get("format") != "mxfp4-pack-quantized":
+    if (
+        not isinstance(quantization, Mapping)
+        or quantization.get("format") != "mxfp4-pack-quantized"
+    ):
         found = quantization.get("format") if isinstance(quantization, Mapping) else quantization
         raise ValueError(f"config: quantization_config.format = {found!r}, {rule}")
     for name, group in (quantization.get("config_groups") or {}).items():

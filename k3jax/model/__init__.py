@@ -1,0 +1,1 @@
+"""The model: pure functions over parameter structs."""
