@@ -1,0 +1,60 @@
+"""Every form of a product equals the plain dot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.linear import linear, linear_int8, linear_mxfp4
+
+ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 24, 25, 29, 31, 32, 33, 61, 131]
+SIZES = [(1, 1), (3, 7), (32, 64), (37, 129), (257, 96)]
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_linear_equals_the_dot(rows: int):
+    for out, width in SIZES:
+        x, w = normal(rows, width), normal(out, width, seed=1)
+        expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+        got = jax.jit(linear)(x, w)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_leading_axes_are_rows():
+    x, w = normal(2, 3, 5, 32), normal(7, 32, seed=1)
+    np.testing.assert_allclose(linear(x, w), x @ w.T, atol=1e-5)
+    np.testing.assert_allclose(linear(x[0, 0, 0], w), w @ x[0, 0, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 131])
+def test_bfloat16_is_summed_in_float32_and_rounded_once(rows: int):
+    x, w = normal(rows, 256).astype(jnp.bfloat16), normal(37, 256, seed=1).astype(jnp.bfloat16)
+    got = jax.jit(linear)(x, w)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 64])
+def test_gradients_are_those_of_the_dot(rows: int):
+    x, w, cotangent = normal(rows, 64), normal(37, 64, seed=1), normal(rows, 37, seed=2)
+    _, pull = jax.vjp(jax.jit(linear), x, w)
+    dx, dw = pull(cotangent)
+    np.testing.assert_allclose(dx, cotangent @ w, atol=1e-4)
+    np.testing.assert_allclose(dw, cotangent.T @ x, atol=1e-4)
+
+
+def test_mismatched_shapes_are_refused():
+    with pytest.raises(ValueError, match="31"):
+        linear(normal(2, 31), normal(3, 32))
+    with pytest.raises(ValueError, match="two axes"):
+        linear(normal(2, 32), normal(2, 3, 32))
+    with pytest.raises(ValueError, match="scale"):
+        linear_mxfp4(normal(2, 64), jnp.zeros((3, 32), jnp.uint8), jnp.zeros((3, 1), jnp.uint8))
+    with pytest.raises(ValueError, match="scales"):
+        linear_int8(normal(2, 64), jnp.zeros((3, 64), jnp.int8), jnp.zeros((2,)))
