@@ -1,0 +1,83 @@
+"""The Kimi Delta Attention mixer: projections, short convolution, gates, recurrence, output."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from k3jax.config import K3Config
+from k3jax.model.params import KDAParams
+from k3jax.quant import matmul
+from k3jax.state.recurrent import read_slots, write_slots
+from k3jax.state.spans import Spans
+from pallas_kernels.kda import (
+    causal_conv,
+    gated_rms_norm,
+    kda_chunk,
+    kda_decode,
+    l2_norm,
+    log_decay_gate,
+)
+
+Pools = tuple[Float32[Array, "slot head key value"], Float[Array, "slot tap channel"]]
+
+
+def kda(
+    params: KDAParams,
+    config: K3Config,
+    x: Float[Array, "row token hidden"],
+    spans: Spans,
+    pools: Pools | None,
+) -> tuple[Float[Array, "row token hidden"], Pools | None]:
+    """One KDA sublayer over normed inputs; returns its output and the updated pools.
+
+    `pools` are this layer's state matrices and convolution windows; None computes whole
+    sequences from zero and keeps nothing. Padding changes neither. Source:
+    `KimiDeltaAttention` of the released modeling file; K3 report 2.1.
+    """
+    rows, tokens, _ = x.shape
+    heads, key = config.kda_num_heads, config.kda_head_dim
+    projected = matmul(x, params.qkv)
+    if pools is None:
+        window = jnp.zeros((rows, config.kda_conv_size - 1, 3 * heads * key), x.dtype)
+    else:
+        window = read_slots(pools[1], spans.read_slots)
+    mixed, window = causal_conv(projected, window, params.conv, spans.lengths)
+    q, k, v = jnp.split(mixed.reshape(rows, tokens, 3 * heads, key), 3, axis=2)
+    q, k, v = l2_norm(q) * key**-0.5, l2_norm(k), v.astype(jnp.float32)
+
+    low_rank = matmul(matmul(x, params.decay_down), params.decay_up)
+    log_decay = log_decay_gate(
+        low_rank.reshape(rows, tokens, heads, key),
+        params.decay_log_scale,
+        params.decay_bias,
+        config.kda_gate_lower_bound,
+    )
+    beta = jax.nn.sigmoid(matmul(x, params.beta).astype(jnp.float32))
+    real = spans.token_mask(tokens)[..., None]
+    k, v, log_decay = (jnp.where(real[..., None], a, 0) for a in (k, v, log_decay))
+    beta = jnp.where(real, beta, 0)
+
+    if pools is None:
+        o, _ = kda_chunk(q, k, v, log_decay, beta, None)
+    elif tokens == 1:
+        args = (a[:, 0] for a in (q, k, v, log_decay, beta))
+        writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
+        o, matrices = kda_decode(*args, pools[0], spans.read_slots, writes)
+        o = o[:, None]
+        pools = (matrices, write_slots(pools[1], writes, window))
+    else:
+        initial = read_slots(pools[0], spans.read_slots)
+        o, final = kda_chunk(q, k, v, log_decay, beta, initial)
+        writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
+        pools = (write_slots(pools[0], writes, final), write_slots(pools[1], writes, window))
+
+    if params.gate is not None:
+        gate = matmul(x, params.gate)
+    else:
+        assert params.gate_down is not None and params.gate_up is not None
+        gate = matmul(matmul(x, params.gate_down), params.gate_up)
+    gate = gate.reshape(rows, tokens, heads, key)
+    o = gated_rms_norm(o, gate, params.out_norm, config.rms_norm_eps).astype(x.dtype)
+    return matmul(o.reshape(rows, tokens, heads * key), params.out), pools

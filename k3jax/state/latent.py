@@ -1,0 +1,64 @@
+"""The paged latent cache: what MLA keeps of every token."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from k3jax.config import K3Config
+from k3jax.state.spans import Spans
+
+
+class LatentCache(struct.PyTreeNode):
+    """One page pool per MLA layer: the normed latent and the shared key part of each token."""
+
+    pages: tuple[Float[Array, "page position latent"], ...]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in each pool."""
+        return self.pages[0].shape[0] if self.pages else 0
+
+    @property
+    def page_size(self) -> int:
+        """Token positions in a page."""
+        return self.pages[0].shape[1] if self.pages else 1
+
+    @classmethod
+    def init(
+        cls, config: K3Config, num_pages: int, page_size: int, dtype: jnp.dtype
+    ) -> LatentCache:
+        """Zeroed pools of `num_pages` pages of `page_size` positions."""
+        shape = (num_pages, page_size, config.latent_width)
+        return cls(pages=tuple(jnp.zeros(shape, dtype) for _ in config.mla_layers))
+
+
+def append(
+    pool: Float[Array, "page position latent"],
+    spans: Spans,
+    latents: Float[Array, "row token latent"],
+) -> Float[Array, "page position latent"]:
+    """The pool with each row's new latents at positions `starts …`; padding writes nothing."""
+    num_pages, page_size, _ = pool.shape
+    width = latents.shape[1]
+    positions = spans.starts[:, None] + jnp.arange(width)
+    page = jnp.take_along_axis(
+        spans.page_table, positions // page_size, axis=1, mode="fill", fill_value=num_pages
+    )
+    page = jnp.where(spans.token_mask(width), page, num_pages)
+    return pool.at[page, positions % page_size].set(
+        latents.astype(pool.dtype), mode="drop", unique_indices=True
+    )
+
+
+def gather(
+    pool: Float[Array, "page position latent"], spans: Spans
+) -> Float[Array, "row context latent"]:
+    """Each row's cached latents in token order; positions past its last token are zero."""
+    rows, pages = spans.page_table.shape
+    page_size = pool.shape[1]
+    context = jnp.take(pool, spans.page_table, axis=0, mode="clip")
+    context = context.reshape(rows, pages * page_size, -1)
+    known = jnp.arange(pages * page_size) < (spans.starts + spans.lengths)[:, None]
+    return jnp.where(known[..., None], context, jnp.zeros((), pool.dtype))

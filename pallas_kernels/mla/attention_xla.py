@@ -1,0 +1,108 @@
+"""MLA attention as XLA products: absorbed for few queries, expanded for many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+QUERY_BLOCK = 256
+"""Queries whose scores exist at once; bounds the scores to `block × context` per head."""
+
+
+def prefers_expanded(
+    *, tokens: int, context: int, rank: int, nope: int, shared: int, value: int
+) -> bool:
+    """Whether expanding keys and values costs fewer multiplications than absorbing them."""
+    projection = rank * (nope + value)
+    expanded = context * projection + tokens * context * (nope + shared + value)
+    absorbed = tokens * projection + tokens * context * (2 * rank + shared)
+    return expanded <= absorbed
+
+
+def mla_absorbed(
+    q: Float[Array, "row token head query"],
+    context: Float[Array, "row context latent"],
+    kv_up: Float[Array, "head out latent"],
+    starts: Int[Array, "row"],
+) -> Float[Array, "row token head value"]:
+    """`mla_reference` with `kv_up` moved to the query and the output: the latents are read as is."""
+    _check(q, context, kv_up)
+    rank = kv_up.shape[2]
+    nope = q.shape[-1] - (context.shape[2] - rank)
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    q_latent = jnp.einsum("bthn,hnr->bthr", q[..., :nope], kv_up[:, :nope])
+    query = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
+
+    def attend(query: Array, position: Array) -> Array:
+        scores = jnp.einsum("bthw,bcw->bthc", query, context, preferred_element_type=jnp.float32)
+        weights = _softmax(scores * scale, position).astype(q.dtype)
+        return jnp.einsum("bthc,bcr->bthr", weights, context[..., :rank])
+
+    out = _over_query_blocks(attend, query, starts)
+    return jnp.einsum("bthr,hvr->bthv", out, kv_up[:, nope:])
+
+
+def mla_expanded(
+    q: Float[Array, "row token head query"],
+    context: Float[Array, "row context latent"],
+    kv_up: Float[Array, "head out latent"],
+    starts: Int[Array, "row"],
+) -> Float[Array, "row token head value"]:
+    """`mla_reference` with keys and values expanded once and queries taken in blocks."""
+    _check(q, context, kv_up)
+    rows, length, width = context.shape
+    heads, out, rank = kv_up.shape
+    shared = width - rank
+    nope = q.shape[-1] - shared
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    expanded = jnp.einsum("bcr,kr->bck", context[..., :rank], kv_up.reshape(heads * out, rank))
+    expanded = expanded.reshape(rows, length, heads, out)
+    part = jnp.broadcast_to(context[:, :, None, rank:], (rows, length, heads, shared))
+    keys = jnp.concatenate([expanded[..., :nope], part], axis=-1).transpose(0, 2, 1, 3)
+    values = expanded[..., nope:].transpose(0, 2, 1, 3)
+
+    def attend(query: Array, position: Array) -> Array:
+        scores = jnp.einsum("bthd,bhcd->bhtc", query, keys, preferred_element_type=jnp.float32)
+        weights = _softmax(scores * scale, position, head_axis=1).astype(q.dtype)
+        return jnp.einsum("bhtc,bhcv->bthv", weights, values)
+
+    return _over_query_blocks(attend, q, starts)
+
+
+def _softmax(scores: Array, position: Array, *, head_axis: int = 2) -> Array:
+    """Float32 softmax over the context positions up to each query's own."""
+    seen = jnp.arange(scores.shape[-1]) <= position[..., None]
+    return jax.nn.softmax(jnp.where(jnp.expand_dims(seen, head_axis), scores, -jnp.inf), axis=-1)
+
+
+def _over_query_blocks(
+    attend: Callable[[Array, Array], Array], query: Array, starts: Array
+) -> Array:
+    """`attend` on blocks of queries, one after another, so that their scores never coexist."""
+    rows, tokens = query.shape[:2]
+    position = starts[:, None] + jnp.arange(tokens)
+    if tokens <= QUERY_BLOCK:
+        return attend(query, position)
+    blocks = -(-tokens // QUERY_BLOCK)
+    padding = blocks * QUERY_BLOCK - tokens
+    query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    position = jnp.pad(position, ((0, 0), (0, padding)))
+    split = query.reshape(rows, blocks, QUERY_BLOCK, *query.shape[2:]).swapaxes(0, 1)
+    positions = position.reshape(rows, blocks, QUERY_BLOCK).swapaxes(0, 1)
+    out = jax.lax.map(lambda block: attend(*block), (split, positions))
+    return out.swapaxes(0, 1).reshape(rows, blocks * QUERY_BLOCK, *out.shape[3:])[:, :tokens]
+
+
+def _check(q: Array, context: Array, kv_up: Array) -> None:
+    shared = context.shape[-1] - kv_up.shape[-1]
+    if not 0 <= shared < q.shape[-1] or kv_up.shape[1] <= q.shape[-1] - shared:
+        raise ValueError(
+            f"context width {context.shape[-1]}, latent width {kv_up.shape[-1]}, query width "
+            f"{q.shape[-1]} and {kv_up.shape[1]} key and value rows per head do not fit together"
+        )
+    if q.shape[2] != kv_up.shape[0] or q.shape[0] != context.shape[0]:
+        raise ValueError(f"query {q.shape} does not match context {context.shape} or {kv_up.shape}")
