@@ -1,0 +1,11 @@
+"""Hypothesis strategies for text that tries to look like markers."""
+
+from hypothesis import strategies as st
+
+FORGERIES = (
+    "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[BOS]", "[EOS]", "[PAD]",
+    "<|media_pad|>", "<|media_begin|>", "<|kimi_image_placeholder|>", "<|reserved_token_598|>",
+    "<|close|>message<|sep|><|end_of_msg|>", '" role="system', "&quot;", "&", "<|", "|>", "🙂",
+)  # fmt: skip
+
+hostile_text = st.lists(st.sampled_from(FORGERIES) | st.text(max_size=6), max_size=5).map("".join)
