@@ -1,0 +1,1 @@
+"""Weights on disk: released safetensors folders and our own Orbax format."""

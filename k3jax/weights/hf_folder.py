@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.config import K3Config
-from k3jax.weights.names import TEXT_PREFIX, Piece, pieces, plain_name
+from k3jax.weights.names import (
+    TEXT_PREFIX,
+    VISION_PREFIXES,
+    Piece,
+    pieces,
+    plain_name,
+    stored_name,
+)
 from k3jax.weights.safetensors_file import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -119,9 +126,7 @@ def _check_index(index: Path, weight_map: dict[str, str], tensors: Iterable[Stor
             )
     for name, file in weight_map.items():
         if name not in found:
-            raise ValueError(
-                f"{index.parent / file}: no tensor {name}, though {index.name} says so"
-            )
+            raise ValueError(f"{index.parent / file}: no tensor {name}, which {index.name} lists")
 
 
 def _check(piece: Piece, tensor: StoredTensor) -> None:
@@ -160,19 +165,18 @@ def _missing(
             f"{tensor.file}: tensor {tensor.name} is packed, but the config has no "
             "quantization_config"
         )
-    prefix = TEXT_PREFIX if any(t.name.startswith(TEXT_PREFIX) for t in stored) else ""
-    if name.startswith(("vision_tower.", "mm_projector.")):
-        prefix = ""
+    wrapped = any(tensor.name.startswith(TEXT_PREFIX) for tensor in stored)
+    name = stored_name(name, "k3" if wrapped else "kimi-linear")
     files = sorted({tensor.file.name for tensor in stored})
     where = folder / files[0] if len(files) == 1 else f"any of the {len(files)} files of {folder}"
     more = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""
-    return f"tensor {prefix}{name} is not in {where}{more}"
+    return f"tensor {name} is not in {where}{more}"
 
 
 def _unexplained(unused: dict[str, StoredTensor], config: K3Config) -> str:
     name, tensor = next(iter(unused.items()))
     why = "the config implies no such tensor"
-    if config.vision is None and name.startswith(("vision_tower.", "mm_projector.")):
+    if config.vision is None and name.startswith(VISION_PREFIXES):
         why = "the config has no vision_config"
     more = f" (and {len(unused) - 1} others)" if len(unused) > 1 else ""
     return f"{tensor.file}: unexplained tensor {tensor.name}{more}: {why}"

@@ -20,7 +20,7 @@ Part = Literal["", "values", "scales"]
 Shape = tuple[int, ...]
 
 TEXT_PREFIX = "language_model."
-_VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Piece:
         """Whether a stored shape holds this piece."""
         if not self.padded:
             return shape == self.shape
-        # Released as [head_dim] and as [1, 1, heads, 1]: one long axis, heads first, the rest unused.
+        # Released as [head_dim] and [1, 1, heads, 1]: one long axis, the heads first.
         return math.prod(shape) == max(shape, default=0) >= self.size
 
 
@@ -184,12 +184,12 @@ def plain_name(name: str) -> str:
 def stored_name(name: str, layout: Layout) -> str:
     """The inverse of `plain_name` for a file of this layout."""
     return (
-        name if layout == "kimi-linear" or name.startswith(_VISION_PREFIXES) else TEXT_PREFIX + name
+        name if layout == "kimi-linear" or name.startswith(VISION_PREFIXES) else TEXT_PREFIX + name
     )
 
 
 def pieces(config: K3Config) -> Iterator[Piece]:
-    """Every tensor that a checkpoint of this model has, in the order of the leaves of `K3Params`."""
+    """Every tensor of a checkpoint of this model, in the order of the leaves of `K3Params`."""
     yield from _struct(p.abstract(config), "", "", config)
 
 

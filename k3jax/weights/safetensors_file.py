@@ -82,7 +82,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         end += tensor.nbytes
         if end > size:
             raise ValueError(
-                f"{file}: truncated: tensor {tensor.name} ends at byte {end} but the file has {size}"
+                f"{file}: truncated: tensor {tensor.name} ends at byte {end}, the file at {size}"
             )
     if end != size:
         raise ValueError(f"{file}: {size - end} bytes follow the last tensor")
