@@ -1,0 +1,1 @@
+"""The engine: requests, sampling, the jitted step and what runs it."""

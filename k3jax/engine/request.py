@@ -1,0 +1,114 @@
+"""What a caller asks for and what it gets back, in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """A stop id was produced."""
+    LENGTH = "length"
+    """`max_tokens` or the model's context was reached."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen; the defaults are greedy and without limits but `max_tokens`.
+
+    Penalties follow the usual definitions: repetition divides positive and multiplies negative
+    logits of tokens in prompt or output; presence and frequency subtract once, or once per
+    occurrence, for tokens in the output. Filters apply after temperature, in the order min-p,
+    top-k, top-p. Raises ValueError naming the field and its range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end the sequence besides the model's own."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own end-of-sequence ids."""
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and this many of the likeliest alternatives."""
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("max_tokens", self.max_tokens >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("seed", 0 <= self.seed <= MAX_SEED, f"in [0, {MAX_SEED}]"),
+            ("stop_ids", all(i >= 0 for i in self.stop_ids), "token ids of at least 0"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "None or 0 to 20"),
+        )
+        for name, good, rule in checks:
+            if not good:
+                raise ValueError(f"{name} = {getattr(self, name)!r}, expected {rule}")
+
+    @property
+    def penalized(self) -> bool:
+        """Whether choosing a token needs the sequence's token counts."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token under the model's unmodified distribution."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), likeliest first."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sequence."""
+
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    """Generated ids; with `finish_reason` STOP the last one is the stop id."""
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = field(default=None)
+
+
+def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_context: int, name: str) -> None:
+    """Refuse an empty prompt, one that leaves no room to generate, or ids outside the vocabulary.
+
+    Raises ValueError that begins with `name`.
+    """
+    if not prompt:
+        raise ValueError(f"{name} is empty; it needs at least one token")
+    if len(prompt) >= max_context:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, but the model's context is {max_context} "
+            "including at least one generated token"
+        )
+    for position, token in enumerate(prompt):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{name}: token id {token} at position {position} is outside the vocabulary "
+                f"0..{vocab_size - 1}"
+            )

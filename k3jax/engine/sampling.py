@@ -1,0 +1,134 @@
+"""Choosing the next token of each row on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from k3jax.engine.request import SamplingParams
+
+
+class SamplingInputs(struct.PyTreeNode):
+    """`SamplingParams` of every row as arrays."""
+
+    temperature: Float32[Array, "row"]
+    top_k: Int32[Array, "row"]
+    top_p: Float32[Array, "row"]
+    min_p: Float32[Array, "row"]
+    repetition_penalty: Float32[Array, "row"]
+    presence_penalty: Float32[Array, "row"]
+    frequency_penalty: Float32[Array, "row"]
+    seed: UInt32[Array, "row 2"]
+    """High and low half of the request's seed."""
+    generated: Int32[Array, "row"]
+    """Tokens the row has generated before this one: its place in the row's random stream."""
+
+    @classmethod
+    def pack(cls, params: Sequence[SamplingParams], generated: Sequence[int]) -> SamplingInputs:
+        """Arrays for one row per entry."""
+
+        def column(name: str, dtype: type) -> np.ndarray:
+            return np.array([getattr(p, name) for p in params], dtype)
+
+        seeds = [(p.seed >> 32, p.seed & 0xFFFFFFFF) for p in params]
+        return cls(
+            temperature=column("temperature", np.float32),
+            top_k=column("top_k", np.int32),
+            top_p=column("top_p", np.float32),
+            min_p=column("min_p", np.float32),
+            repetition_penalty=column("repetition_penalty", np.float32),
+            presence_penalty=column("presence_penalty", np.float32),
+            frequency_penalty=column("frequency_penalty", np.float32),
+            seed=np.array(seeds, np.uint32).reshape(-1, 2),
+            generated=np.array(generated, np.int32),
+        )
+
+
+class TokenHistory(struct.PyTreeNode):
+    """Which tokens each slot's sequence contains; only penalties need it."""
+
+    prompt: Bool[Array, "slot vocab"]
+    output: Int32[Array, "slot vocab"]
+
+    @classmethod
+    def init(cls, num_slots: int, vocab_size: int) -> TokenHistory:
+        """Empty histories."""
+        shape = (num_slots, vocab_size)
+        return cls(prompt=jnp.zeros(shape, jnp.bool_), output=jnp.zeros(shape, jnp.int32))
+
+
+def penalize(
+    logits: Float32[Array, "row vocab"],
+    inputs: SamplingInputs,
+    prompt: Bool[Array, "row vocab"],
+    output: Int32[Array, "row vocab"],
+) -> Float32[Array, "row vocab"]:
+    """Logits after repetition, presence and frequency penalties (see `SamplingParams`)."""
+    repeated = inputs.repetition_penalty[:, None]
+    scaled = jnp.where(logits > 0, logits / repeated, logits * repeated)
+    logits = jnp.where(prompt | (output > 0), scaled, logits)
+    logits = logits - inputs.presence_penalty[:, None] * (output > 0)
+    return logits - inputs.frequency_penalty[:, None] * output
+
+
+def sample(logits: Float32[Array, "row vocab"], inputs: SamplingInputs) -> Int32[Array, "row"]:
+    """One token per row: the likeliest at temperature 0, else a draw from the filtered softmax.
+
+    A row's draw depends on its own logits, seed and count of generated tokens, on nothing else.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw() -> Array:
+        warm = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
+        scaled = logits / warm
+        filtering = (inputs.min_p > 0) | (inputs.top_k > 0) | (inputs.top_p < 1)
+        scaled = jax.lax.cond(filtering.any(), lambda: _filter(scaled, inputs), lambda: scaled)
+        drawn = jnp.argmax(scaled + jax.vmap(_noise)(scaled, inputs.seed, inputs.generated), -1)
+        return jnp.where(inputs.temperature > 0, drawn.astype(jnp.int32), greedy)
+
+    return jax.lax.cond((inputs.temperature > 0).any(), draw, lambda: greedy)
+
+
+def top_logprobs(
+    logits: Float32[Array, "row vocab"], chosen: Int32[Array, "row"], count: int
+) -> tuple[Float32[Array, "row"], Int32[Array, "row top"], Float32[Array, "row top"]]:
+    """Log-probability of the chosen tokens, and the `count` likeliest ids with theirs."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(logprobs, chosen[:, None], axis=-1)[:, 0]
+    values, ids = jax.lax.top_k(logprobs, count)
+    return own, ids.astype(jnp.int32), values
+
+
+def _noise(
+    logits: Float[Array, "vocab"], seed: UInt32[Array, "2"], generated: Int32[Array, ""]
+) -> Float[Array, "vocab"]:
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.gumbel(jax.random.fold_in(key, generated), logits.shape, jnp.float32)
+
+
+def _filter(
+    logits: Float32[Array, "row vocab"], inputs: SamplingInputs
+) -> Float32[Array, "row vocab"]:
+    """Minus infinity for every token that min-p, top-k or top-p excludes.
+
+    The likeliest token survives every filter, and tokens that tie at a filter's edge all do.
+    """
+    vocab = logits.shape[-1]
+    # Comparing logits avoids a softmax: p >= min_p * p_max bounds the difference of logits.
+    floor = logits.max(-1) + jnp.log(jnp.maximum(inputs.min_p, 1e-38))
+    floor = jnp.where(inputs.min_p > 0, floor, -jnp.inf)
+    ranked = -jnp.sort(-jnp.where(logits < floor[:, None], -jnp.inf, logits), axis=-1)
+    limit = jnp.where(inputs.top_k > 0, inputs.top_k, vocab)[:, None]
+    ranked = jnp.where(jnp.arange(vocab) < limit, ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    within = (before < inputs.top_p[:, None]) | (inputs.top_p >= 1)[:, None]
+    within = within & (ranked > -jnp.inf)
+    kept = jnp.maximum(within.sum(-1), 1)
+    cutoff = jnp.take_along_axis(ranked, kept[:, None] - 1, axis=-1)
+    return jnp.where(logits < cutoff, -jnp.inf, logits)
