@@ -1,4 +1,4 @@
-"""The released `config.json` → `K3Config`: which fields exist, which must agree, which may be ignored."""
+"""The released `config.json` → `K3Config`: which fields exist, must agree or may be ignored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from k3jax.config import K3Config, VisionConfig
 # Fields that no released forward pass reads. Everything else must be understood or refused.
 _INERT = frozenset(
     """
-    _name_or_path _attn_implementation _attn_implementation_autoset add_cross_attention architectures
-    attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward
+    _name_or_path _attn_implementation _attn_implementation_autoset add_cross_attention
+    architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index image_placeholder
@@ -61,7 +61,7 @@ _LINEAR_ATTN = frozenset(
 _VISION = frozenset(
     """
     activation_func attn_bias init_pos_emb_height init_pos_emb_time init_pos_emb_width linear_bias
-    merge_kernel_size merge_type mlp_type mm_hidden_size mm_projector_type norm_type
+    merge_kernel_size merge_type mlp_type mm_hidden_size mm_projector_type norm_eps norm_type
     patch_embed_proj_bias patch_size pos_emb_interpolation_mode pos_emb_type projector_hidden_act
     projector_ln_eps qkv_hidden_size text_hidden_size vt_hidden_size vt_intermediate_size
     vt_num_attention_heads vt_num_hidden_layers video_attn_type
@@ -72,7 +72,7 @@ _VISION = frozenset(
 class _Fields:
     """One JSON object whose fields are read with their types checked and their names reported."""
 
-    def __init__(self, data: Mapping[str, Any], where: str, known: frozenset[str]):
+    def __init__(self, data: Mapping[str, Any], where: str, known: frozenset[str]) -> None:
         self.data, self.where = data, where
         unknown = sorted(set(data) - known - _INERT)
         if unknown:
@@ -102,11 +102,13 @@ class _Fields:
     def optional_integer(self, key: str) -> int | None:
         return None if self.data.get(key) is None else self.integer(key)
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, *, positive: bool = False) -> float:
         value = self.require(key) if default is None else self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.bad(key, "expected a number")
+        if not abs(value) < 1e30 or (positive and value <= 0):  # also refuses NaN
+            raise self.bad(key, f"expected a finite number{' above 0' if positive else ''}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -118,7 +120,8 @@ class _Fields:
 
     def only(self, key: str, *allowed: Any) -> None:
         """Refuse a present value that we do not implement."""
-        if self.data.get(key) is not None and self.data[key] not in allowed:
+        value = self.data.get(key)
+        if value is not None and not any(value == a and type(value) is type(a) for a in allowed):
             raise self.bad(key, f"only {' or '.join(map(repr, allowed))} is supported")
 
     def mapping(self, key: str) -> Mapping[str, Any]:
@@ -184,7 +187,12 @@ def _parse_text(
             f"{text.name('hidden_size')} = {text.integer('hidden_size')}"
         )
     activation: Literal["situ", "silu"] = text.require("hidden_act")
-    linear_beta = text.data.get("activation_situ_linear_beta")
+    beta = text.number("activation_situ_beta", 1.0)
+    if beta < 0:
+        raise text.bad("activation_situ_beta", "expected a number of at least 0")
+    linear_beta = None
+    if text.data.get("activation_situ_linear_beta") is not None:
+        linear_beta = text.number("activation_situ_linear_beta", positive=True)
     ids = {
         key: text.data.get(key) if text.data.get(key) is not None else (fallback or {}).get(key)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -198,7 +206,7 @@ def _parse_text(
         ("pad_token_id", (ids["pad_token_id"],)),
     ):
         for value in values:
-            if value is not None and not (isinstance(value, int) and 0 <= value < vocab_size):
+            if value is not None and not (type(value) is int and 0 <= value < vocab_size):
                 raise ValueError(
                     f"config: {key} = {value!r} is no token id below vocab_size = {vocab_size}"
                 )
@@ -215,11 +223,11 @@ def _parse_text(
         hidden_size=text.integer("hidden_size"),
         num_layers=text.integer("num_hidden_layers"),
         intermediate_size=text.integer("intermediate_size"),
-        rms_norm_eps=text.number("rms_norm_eps"),
+        rms_norm_eps=text.number("rms_norm_eps", positive=True),
         activation=activation,
         # The released class reads `beta or 1.0`: None and 0 both become 1.
-        situ_beta=float(text.data.get("activation_situ_beta") or 1.0),
-        situ_linear_beta=None if linear_beta is None else float(linear_beta),
+        situ_beta=beta or 1.0,
+        situ_linear_beta=linear_beta,
         **_kda_fields(text),
         num_heads=heads,
         q_lora_rank=text.optional_integer("q_lora_rank"),
@@ -234,7 +242,7 @@ def _parse_text(
         bos_token_id=ids["bos_token_id"],
         eos_token_ids=eos_ids,
         pad_token_id=ids["pad_token_id"],
-        latent_norm_eps=text.number("latent_norm_eps", 1e-6),
+        latent_norm_eps=text.number("latent_norm_eps", 1e-6, positive=True),
         vision=vision,
     )
 
@@ -244,10 +252,12 @@ def _kda_fields(text: _Fields) -> dict[str, Any]:
         text.mapping("linear_attn_config"), text.name("linear_attn_config"), _LINEAR_ATTN
     )
     num_layers = text.integer("num_hidden_layers")
-    lists = {key: list(attn.require(key)) for key in ("kda_layers", "full_attn_layers")}
+    lists = {key: attn.require(key) for key in ("kda_layers", "full_attn_layers")}
     for key, layers in lists.items():
-        wrong = [v for v in layers if not isinstance(v, int) or not 1 <= v <= num_layers]
-        if wrong or len(set(layers)) != len(layers):
+        valid = isinstance(layers, list | tuple) and all(
+            type(layer) is int and 1 <= layer <= num_layers for layer in layers
+        )
+        if not valid or len(set(layers)) != len(layers):
             raise attn.bad(key, f"expected distinct 1-based layer numbers up to {num_layers}")
     kda, full = set(lists["kda_layers"]), set(lists["full_attn_layers"])
     if kda & full:
@@ -262,7 +272,7 @@ def _kda_fields(text: _Fields) -> dict[str, Any]:
             f"{attn.name('full_attn_layers')}"
         )
     bound = attn.data.get("gate_lower_bound")
-    if bound is not None and not attn.number("gate_lower_bound") < 0:
+    if bound is not None and attn.number("gate_lower_bound") >= 0:
         raise attn.bad("gate_lower_bound", "expected a negative number")
     return {
         "kda_layers": tuple(sorted(layer - 1 for layer in kda)),
@@ -322,8 +332,16 @@ def _expert_format(quantization: Any) -> Literal["mxfp4"] | None:
     ):
         found = quantization.get("format") if isinstance(quantization, Mapping) else quantization
         raise ValueError(f"config: quantization_config.format = {found!r}, {rule}")
-    for name, group in (quantization.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+    if quantization.get("kv_cache_scheme") is not None:
+        raise ValueError("config: quantization_config.kv_cache_scheme must be null")
+    groups = quantization.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise ValueError(f"config: quantization_config.config_groups = {groups!r}, {rule}")
+    for name, group in groups.items():
+        weights = (group.get("weights") or {}) if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            where = f"quantization_config.config_groups.{name}"
+            raise ValueError(f"config: {where} = {group!r}, {rule}")
         for key, expected in (("num_bits", 4), ("group_size", 32), ("type", "float")):
             if weights.get(key, expected) != expected:
                 where = f"quantization_config.config_groups.{name}.weights.{key}"
@@ -346,8 +364,12 @@ def _parse_vision(vision: _Fields, media_token_id: int) -> VisionConfig:
     for key in ("attn_bias", "linear_bias", "patch_embed_proj_bias"):
         vision.only(key, False)
     merge = vision.require("merge_kernel_size")
-    if not isinstance(merge, list | tuple) or len(merge) != 2 or merge[0] != merge[1]:
-        raise vision.bad("merge_kernel_size", "expected two equal integers")
+    if not (
+        isinstance(merge, list | tuple)
+        and [type(size) for size in merge] == [int, int]
+        and merge[0] == merge[1] >= 1
+    ):
+        raise vision.bad("merge_kernel_size", "expected two equal integers of at least 1")
     hidden = vision.integer("vt_hidden_size")
     if vision.integer("mm_hidden_size", hidden) != hidden:
         raise vision.bad("mm_hidden_size", f"must equal vt_hidden_size = {hidden}")
@@ -364,8 +386,9 @@ def _parse_vision(vision: _Fields, media_token_id: int) -> VisionConfig:
         pos_emb_height=vision.integer("init_pos_emb_height"),
         pos_emb_width=vision.integer("init_pos_emb_width"),
         pos_emb_time=vision.integer("init_pos_emb_time"),
-        merge_size=int(merge[0]),
-        projector_ln_eps=vision.number("projector_ln_eps", 1e-5),
+        merge_size=merge[0],
+        projector_ln_eps=vision.number("projector_ln_eps", 1e-5, positive=True),
         text_hidden_size=vision.integer("text_hidden_size"),
         media_token_id=media_token_id,
+        norm_eps=vision.number("norm_eps", VisionConfig.norm_eps, positive=True),
     )

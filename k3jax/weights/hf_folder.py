@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.config import K3Config
+from k3jax.weights.model_folder import INDEX_FILE, SINGLE_FILE
 from k3jax.weights.names import (
     TEXT_PREFIX,
     VISION_PREFIXES,
@@ -17,9 +18,6 @@ from k3jax.weights.names import (
     stored_name,
 )
 from k3jax.weights.safetensors_file import StoredTensor, read_header
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 Plan = list[tuple[Piece, StoredTensor]]
 
