@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,13 +14,14 @@ from tqdm import tqdm
 
 from k3jax.config import K3Config
 from k3jax.model.params import K3Params, abstract
-from k3jax.quant import QuantArray, dequantize
+from k3jax.quant import QuantArray
 from k3jax.weights.hf_folder import Plan, plan
+from k3jax.weights.host_arrays import dequantized, empty
+from k3jax.weights.leaves import by_path, from_paths, placements
 from k3jax.weights.names import Part, Piece
 from k3jax.weights.safetensors_file import DTYPES, StoredTensor, read_chunks, read_into
 
 _CHUNK = 1 << 26
-_ALIGNMENT = 64  # what XLA's CPU client asks of memory that it takes over without a copy
 
 
 def load(
@@ -50,28 +50,15 @@ def load(
         raise FileNotFoundError(f"no such folder: {folder}")
     config = K3Config.from_hf(folder) if config is None else config
     todo = plan(folder, config)
-    spec, treedef = jax.tree_util.tree_flatten_with_path(abstract(config, dtype), is_leaf=_is_quant)
-    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in spec]
-    places = _places(sharding, treedef, len(paths))
+    spec = abstract(config, dtype)
+    places = placements(sharding, spec)
     leaves = {
-        path: _Leaf(leaf, dequantize_experts, place)
-        for path, (_, leaf), place in zip(paths, spec, places, strict=True)
+        path: _Leaf(leaf, dequantize_experts, places[path]) for path, leaf in by_path(spec).items()
     }
     for piece, _ in todo:
         leaves[piece.leaf].waiting += 1
     _stream(todo, leaves, progress)
-    return jax.tree.unflatten(treedef, [leaves[path].result for path in paths])
-
-
-def _is_quant(node: Any) -> bool:
-    return isinstance(node, QuantArray)
-
-
-def _places(sharding: Any, treedef: Any, count: int) -> list[Any]:
-    """The sharding of each leaf, a packed leaf counting as one."""
-    if sharding is None or isinstance(sharding, jax.sharding.Sharding):
-        return [sharding] * count
-    return treedef.flatten_up_to(sharding)
+    return from_paths({path: leaf.result for path, leaf in leaves.items()}, spec)
 
 
 def _stream(todo: Plan, leaves: dict[str, _Leaf], progress: bool) -> None:
@@ -102,7 +89,7 @@ class _Leaf:
     def fill(self, piece: Piece, tensor: StoredTensor, stream: Any, bar: tqdm) -> None:
         if piece.part not in self.buffers:
             array = getattr(self.spec, piece.part) if piece.part else self.spec
-            self.buffers[piece.part] = _empty(array.shape, np.dtype(array.dtype))
+            self.buffers[piece.part] = empty(array.shape, np.dtype(array.dtype))
         target = self.buffers[piece.part].reshape(-1)[piece.start : piece.start + piece.size]
         _read(stream, tensor, target, bar)
         self.waiting -= 1
@@ -117,12 +104,7 @@ class _Leaf:
         packed = QuantArray(values, scales, format=self.spec.format, dtype=self.spec.dtype)  # pyright: ignore[reportArgumentType]
         if not self.dequantize:
             return jax.device_put(packed, self.place)
-        floats = _empty(self.spec.shape, np.dtype(self.spec.dtype))
-        # One expert at a time: decoding needs several arrays of its output's size.
-        for expert in range(floats.shape[0]):
-            one = jax.tree.map(lambda array, expert=expert: jnp.asarray(array[expert]), packed)
-            floats[expert] = dequantize(one)
-        return jax.device_put(floats, self.place)
+        return jax.device_put(dequantized(packed), self.place)
 
 
 def _read(stream: BinaryIO, tensor: StoredTensor, target: np.ndarray, bar: tqdm) -> None:
@@ -149,11 +131,3 @@ def _convert(source: np.ndarray, target: np.ndarray) -> None:
         np.left_shift(source.view(np.uint16), 16, out=target.view(np.uint32), dtype=np.uint32)
     else:
         target[...] = source
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that `jax.device_put` on a CPU can keep without copying it."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    offset = -raw.ctypes.data % _ALIGNMENT
-    return raw[offset : offset + nbytes].view(dtype).reshape(shape)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +15,7 @@ from k3jax.config import K3Config
 from k3jax.model.params import K3Params, abstract
 from k3jax.quant import BLOCK, QuantArray, quantize
 from k3jax.weights.config_json import config_json
+from k3jax.weights.leaves import by_path, checked
 from k3jax.weights.model_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, new_model_folder
 from k3jax.weights.names import Piece, layout, pieces, stored_name
 from k3jax.weights.safetensors_file import DTYPES, write_file
@@ -64,17 +64,10 @@ def save(
 
 
 def _leaves(params: K3Params, config: K3Config) -> dict[str, Any]:
-    """The logical leaves by path, checked against the config."""
-    leaves, expected = _by_path(params), _by_path(abstract(config))
-    for path in expected.keys() ^ leaves.keys():
-        has = "lack" if path in expected else "have"
-        raise ValueError(f"the parameters {has} {path}, unlike the config")
-    for path, spec in expected.items():
+    """The leaves by path, each one that the format can store."""
+    leaves = checked(params, config)
+    for path, spec in by_path(abstract(config)).items():
         leaf = leaves[path]
-        if tuple(leaf.shape) != tuple(spec.shape):
-            raise ValueError(
-                f"parameter {path} has shape {tuple(leaf.shape)}, the config implies {spec.shape}"
-            )
         packed = spec.format if isinstance(spec, QuantArray) else None
         if isinstance(leaf, QuantArray) and leaf.format != packed:
             stored = f"in {packed}" if packed else "as plain floats"
@@ -82,16 +75,7 @@ def _leaves(params: K3Params, config: K3Config) -> dict[str, Any]:
                 f"parameter {path} is quantised to {leaf.format}, the config stores it {stored}; "
                 "dequantize it first"
             )
-        if not isinstance(leaf, QuantArray) and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"parameter {path} has dtype {leaf.dtype}, expected a float")
     return leaves
-
-
-def _by_path(params: K3Params) -> dict[str, Any]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=lambda node: isinstance(node, QuantArray)
-    )
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _shards(config: K3Config, dtype: np.dtype, limit: int) -> list[Shard]:

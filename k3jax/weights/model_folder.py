@@ -49,3 +49,23 @@ def model_entries(folder: Path) -> list[Path]:
     names = [CONFIG_FILE, NATIVE_MANIFEST, NATIVE_WEIGHTS, INDEX_FILE]
     found = [folder / name for name in names if (folder / name).exists()]
     return found + sorted(folder.glob("*.safetensors"))
+
+
+def is_native(folder: Path) -> bool:
+    """Whether `folder` holds a model in our format rather than a released one.
+
+    Raises FileNotFoundError when it holds neither, and ValueError when it holds both.
+    """
+    if not folder.exists():
+        raise FileNotFoundError(f"no such folder: {folder}")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a model folder")
+    native = (folder / NATIVE_MANIFEST).is_file()
+    released = (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors"))
+    if native and released:
+        raise ValueError(f"{folder} holds both {NATIVE_MANIFEST} and safetensors files; keep one")
+    if not native and not released:
+        raise FileNotFoundError(
+            f"no model in {folder}: expected {SINGLE_FILE}, {INDEX_FILE} or {NATIVE_MANIFEST}"
+        )
+    return native
