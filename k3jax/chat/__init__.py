@@ -2,6 +2,7 @@
 
 from k3jax.chat.deltas import Delta, ParsedOutput, ToolCall, collect
 from k3jax.chat.encoder import chat_format, encode_chat, expand_media_pads
+from k3jax.chat.image import ImageProcessor, ProcessedImage
 from k3jax.chat.options import ChatOptions, thinking_from_openai
 from k3jax.chat.parser import OutputParser, parse_output
 from k3jax.chat.tokenizer import Tokenizer, TokenStream
@@ -9,8 +10,10 @@ from k3jax.chat.tokenizer import Tokenizer, TokenStream
 __all__ = [
     "ChatOptions",
     "Delta",
+    "ImageProcessor",
     "OutputParser",
     "ParsedOutput",
+    "ProcessedImage",
     "TokenStream",
     "Tokenizer",
     "ToolCall",

@@ -1,18 +1,22 @@
 """Byte-level BPE tokenizer of Kimi checkpoints, read from `tiktoken.model` and its config."""
 
-import binascii
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import tiktoken
 
-NUM_SPECIAL = 256
-"""Special ids that follow the base ranks in every Kimi vocabulary (tokenization_kimi.py)."""
+from k3jax.chat.vocabulary import (
+    NUM_SPECIAL,
+    check_ranks,
+    name_specials,
+    read_ranks,
+    special_names_of,
+    token_name,
+)
 
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
@@ -79,8 +83,8 @@ class Tokenizer:
         """
         self.num_base = len(ranks)
         self.vocab_size = self.num_base + NUM_SPECIAL
-        _check_ranks(ranks)
-        self.special_ids = _name_specials(self.num_base, special_names)
+        check_ranks(ranks)
+        self.special_ids = name_specials(self.num_base, special_names)
         self._encoding = tiktoken.Encoding(
             "kimi",
             pat_str=PATTERN,
@@ -112,10 +116,10 @@ class Tokenizer:
         ranks = read_ranks(model)
         try:
             config = json.loads(config_path.read_bytes())
-            names = _special_names(config)
+            names = special_names_of(config)
+            tokens = {key: token_name(config, key) for key in _NAMED_TOKENS}
         except ValueError as error:
             raise ValueError(f"{config_path}: {error}") from None
-        tokens = {key: _token_name(config, key) for key in _NAMED_TOKENS}
         try:
             return cls(ranks, names, **tokens)
         except ValueError as error:
@@ -194,95 +198,6 @@ class TokenStream:
     def reset(self) -> None:
         """Forget an unfinished character."""
         self._decoder.reset()
-
-
-def read_ranks(path: str | Path) -> dict[bytes, int]:
-    """Parse a `tiktoken.model` file: one `base64(token bytes) rank` per line.
-
-    Raises:
-        ValueError: naming file and line, for a malformed line, a token or a rank given twice.
-    """
-    ranks: dict[bytes, int] = {}
-    lines = Path(path).read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            token64, rank = line.split()
-            ranks[binascii.a2b_base64(token64, strict_mode=True)] = int(rank)
-        except ValueError:
-            shown = line[:60].decode("ascii", "backslashreplace")
-            raise ValueError(f"{path}:{number}: expected 'base64 rank', found {shown!r}") from None
-    filled = sum(1 for line in lines if line.strip())
-    if len(ranks) != filled or len(set(ranks.values())) != filled:
-        _raise_first_duplicate(path, lines)
-    if not ranks:
-        raise ValueError(f"{path}: no ranks in the file")
-    return ranks
-
-
-def _raise_first_duplicate(path: str | Path, lines: Sequence[bytes]) -> None:
-    first: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        token64, rank = line.split()
-        for key in (("token", token64.decode()), ("rank", str(int(rank)))):
-            if key in first:
-                raise ValueError(
-                    f"{path}:{number}: duplicate {' '.join(key)}, first on line {first[key]}"
-                )
-            first[key] = number
-
-
-def _check_ranks(ranks: Mapping[bytes, int]) -> None:
-    values = set(ranks.values())
-    if values != set(range(len(ranks))):
-        missing = min(set(range(len(ranks))) - values)
-        raise ValueError(
-            f"{len(ranks)} ranks must be exactly 0..{len(ranks) - 1}, but {missing} is missing"
-        )
-    for byte in range(256):
-        if bytes([byte]) not in ranks:
-            raise ValueError(f"byte 0x{byte:02x} has no rank of its own, so it cannot be encoded")
-
-
-def _name_specials(num_base: int, special_names: Mapping[int, str]) -> Mapping[str, int]:
-    end = num_base + NUM_SPECIAL
-    for token, name in special_names.items():
-        if not num_base <= token < end:
-            clash = "collides with a base rank" if 0 <= token < num_base else "is out of range"
-            raise ValueError(
-                f"special token {name!r} has id {token}, which {clash}: "
-                f"{num_base} ranks leave ids {num_base}..{end - 1}"
-            )
-    ids: dict[str, int] = {}
-    for token in range(num_base, end):
-        name = special_names.get(token, f"<|reserved_token_{token}|>")
-        if not name:
-            raise ValueError(f"special token {token} has an empty name")
-        if name in ids:
-            raise ValueError(f"special token name {name!r} is used by ids {ids[name]} and {token}")
-        ids[name] = token
-    return MappingProxyType(ids)
-
-
-def _special_names(config: Any) -> dict[int, str]:
-    added = config.get("added_tokens_decoder") if isinstance(config, dict) else None
-    if not isinstance(added, dict):
-        raise ValueError("added_tokens_decoder is missing")
-    names: dict[int, str] = {}
-    for key, entry in added.items():
-        content = entry.get("content") if isinstance(entry, dict) else entry
-        if not key.isdecimal() or not isinstance(content, str):
-            raise ValueError(f"added_tokens_decoder[{key!r}] needs an integer id and a content")
-        names[int(key)] = content
-    return names
-
-
-def _token_name(config: Mapping[str, Any], key: str) -> str | None:
-    value = config.get(key)
-    return value.get("content") if isinstance(value, dict) else value
 
 
 def _cut(text: str) -> Iterator[str]:

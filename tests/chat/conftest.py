@@ -1,17 +1,10 @@
 """Tokenizers over the toy ranks: K3's marker names and Kimi-Linear's."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from k3jax.chat.tokenizer import Tokenizer, read_ranks
-
-GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-def golden_json(name: str):
-    return json.loads((GOLDEN / name).read_text())
+from k3jax.chat.tokenizer import Tokenizer
+from k3jax.chat.vocabulary import read_ranks
+from tests.chat.inputs import GOLDEN
 
 
 @pytest.fixture(scope="session")

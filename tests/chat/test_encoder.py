@@ -11,8 +11,7 @@ from k3jax.chat.options import ChatOptions, thinking_from_openai
 from k3jax.chat.segments import encode_segments, escape, unescape
 from k3jax.chat.tokenizer import Tokenizer
 from k3jax.chat.xtml import build_segments
-from tests.chat.conftest import GOLDEN, golden_json
-from tests.chat.texts import hostile_text
+from tests.chat.inputs import GOLDEN, golden_json, hostile_text
 
 TOY = Tokenizer.from_dir(GOLDEN / "chat")
 CASES = {case["name"]: case for case in golden_json("chat/chat_encoding.json")}

@@ -3,7 +3,7 @@ from hypothesis import HealthCheck, given, settings
 
 from k3jax.chat.encoder import chat_format, encode_chat
 from k3jax.chat.options import ChatOptions
-from tests.chat.texts import hostile_text
+from tests.chat.inputs import hostile_text
 
 MARKERS = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
 

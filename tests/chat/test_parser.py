@@ -12,8 +12,7 @@ from k3jax.chat.parser import OutputParser, parse_output
 from k3jax.chat.segments import encode_segments
 from k3jax.chat.tokenizer import Tokenizer
 from k3jax.chat.xtml import build_segments
-from tests.chat.conftest import GOLDEN, golden_json
-from tests.chat.texts import hostile_text
+from tests.chat.inputs import GOLDEN, golden_json, hostile_text
 
 TOY = Tokenizer.from_dir(GOLDEN / "chat")
 TEXTS = ("reasoning", "content", "call_arguments")
@@ -108,21 +107,34 @@ def test_the_stream_joins_to_the_one_shot_parse(message, data):
     assert not any("\ufffd" in delta.text for delta in joined)
 
 
-@settings(max_examples=12)
-@given(replies)
-def test_a_reply_cut_after_any_token_is_a_prefix(message):
+def check_cut(ids, end, whole):
+    cut = parse_output(TOY, ids[:end], reason="length")
+    assert cut.finish_reason == "length"
+    assert whole.reasoning.startswith(cut.reasoning)
+    assert whole.content.startswith(cut.content)
+    assert whole.tool_calls[: len(cut.tool_calls)] == cut.tool_calls
+    if cut.partial_call is not None:
+        complete = whole.tool_calls[len(cut.tool_calls)]
+        assert complete.name == cut.partial_call.name
+        assert complete.arguments.startswith(cut.partial_call.arguments)
+
+
+@settings(max_examples=50)
+@given(replies, st.data())
+def test_a_cut_reply_is_a_prefix_of_the_whole(message, data):
+    ids = scripted(message)
+    check_cut(ids, data.draw(st.integers(0, len(ids) - 1)), parse_output(TOY, ids))
+
+
+def test_a_reply_cut_after_any_token_is_a_prefix():
+    arguments = {"city": 'Zürich "🙂"', "days": 2, "at": [1.5, None], "now": True}
+    calls = [{"name": "weather", "arguments": arguments}, {"name": "now", "arguments": "{}"}]
+    message = {"role": "assistant", "reasoning": "🙂 hm", "content": "Ok…", "tool_calls": calls}
     ids = scripted(message)
     whole = parse_output(TOY, ids)
+    assert [call.parsed() for call in whole.tool_calls] == [arguments, {}]
     for end in range(len(ids)):
-        cut = parse_output(TOY, ids[:end], reason="length")
-        assert cut.finish_reason == "length"
-        assert whole.reasoning.startswith(cut.reasoning)
-        assert whole.content.startswith(cut.content)
-        assert whole.tool_calls[: len(cut.tool_calls)] == cut.tool_calls
-        if cut.partial_call is not None:
-            complete = whole.tool_calls[len(cut.tool_calls)]
-            assert complete.name == cut.partial_call.name
-            assert complete.arguments.startswith(cut.partial_call.arguments)
+        check_cut(ids, end, whole)
 
 
 WORDS = (*map(ids_of, ("think", "response", "tools", "call", "argument", "json", "message")),)

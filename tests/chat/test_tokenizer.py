@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3jax.chat import tokenizer as module
-from k3jax.chat.tokenizer import Tokenizer, TokenStream, read_ranks
-from tests.chat.conftest import GOLDEN, golden_json
-from tests.chat.texts import hostile_text
+from k3jax.chat.tokenizer import Tokenizer, TokenStream
+from k3jax.chat.vocabulary import read_ranks
+from tests.chat.inputs import GOLDEN, golden_json, hostile_text
 
 TOY = Tokenizer.from_dir(GOLDEN / "chat")
 
@@ -160,6 +160,7 @@ def test_a_bad_rank_line_is_named(tmp_path, line, message):
             {"added_tokens_decoder": {"300": {"content": "[X]"}, "301": {"content": "[X]"}}},
             r"'\[X\]' is used by ids 300 and 301",
         ),
+        ({"eos_token": ["[EOS]"]}, "eos_token must be a token name"),
         ({"eos_token": "[EOS]"}, "eos_token '.EOS.' is not among the 256 special tokens"),
     ],
 )

@@ -1,6 +1,11 @@
-"""Hypothesis strategies for text that tries to look like markers."""
+"""Golden files, and text that tries to look like markers."""
+
+import json
+from pathlib import Path
 
 from hypothesis import strategies as st
+
+GOLDEN = Path(__file__).parent.parent / "golden"
 
 FORGERIES = (
     "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[BOS]", "[EOS]", "[PAD]",
@@ -9,3 +14,7 @@ FORGERIES = (
 )  # fmt: skip
 
 hostile_text = st.lists(st.sampled_from(FORGERIES) | st.text(max_size=6), max_size=5).map("".join)
+
+
+def golden_json(name: str):
+    return json.loads((GOLDEN / name).read_text())
