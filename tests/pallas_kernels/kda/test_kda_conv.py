@@ -1,0 +1,83 @@
+"""The short convolution respects row lengths, keeps raw windows and may be cut anywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import kda
+from pallas_kernels.kda import reference
+from tests.pallas_kernels.kda.oracle import relative_error
+
+conv = jax.jit(kda.causal_conv)
+
+
+def conv_inputs(seed, rows, tokens, channels, taps=4):
+    rng = np.random.default_rng(seed)
+    shapes = ((rows, tokens, channels), (rows, taps - 1, channels), (channels, taps))
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize(("tokens", "taps"), [(1, 4), (2, 4), (3, 4), (17, 4), (9, 2), (5, 7)])
+def test_convolution_equals_the_reference(tokens, taps):
+    x, window, weight = conv_inputs(tokens, 3, tokens, 13, taps)
+    lengths = np.array([tokens, 0, tokens // 2])
+    y, new_window = conv(x, window, weight, lengths)
+    want_y, want_window = reference.short_conv(x, window, weight, lengths)
+    assert relative_error(y, want_y) < 1e-6
+    np.testing.assert_array_equal(new_window, want_window)
+
+
+def test_a_row_of_length_zero_keeps_its_window():
+    x, window, weight = conv_inputs(1, 2, 5, 7)
+    _, new_window = conv(x, window, weight, np.array([0, 5]))
+    np.testing.assert_array_equal(new_window[0], window[0])
+    np.testing.assert_array_equal(new_window[1], x[1, 2:])
+
+
+def test_poisoned_padding_reaches_nothing():
+    x, window, weight = conv_inputs(2, 4, 11, 7)
+    lengths = np.array([0, 1, 3, 11])
+    want_y, want_window = conv(x, window, weight, lengths)
+    x[np.arange(11)[None, :] >= lengths[:, None]] = np.nan
+    y, new_window = conv(x, window, weight, lengths)
+    np.testing.assert_array_equal(y, want_y)
+    np.testing.assert_array_equal(new_window, want_window)
+    assert np.all(np.asarray(y)[np.arange(11)[None, :] >= lengths[:, None]] == 0.0)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 3), (5, 10), (1, 2, 3, 4)])
+def test_any_partition_gives_the_same_outputs_and_window(cuts):
+    x, window, weight = conv_inputs(3, 2, 13, 5)
+    whole, whole_window = conv(x, window, weight, np.array([13, 13]))
+    pieces = []
+    for start, end in zip((0, *cuts), (*cuts, 13), strict=True):
+        y, window = conv(x[:, start:end], window, weight, np.full(2, end - start))
+        pieces.append(y)
+    assert relative_error(np.concatenate(pieces, axis=1), whole) < 1e-6
+    np.testing.assert_array_equal(window, whole_window)
+
+
+def test_outputs_keep_the_dtype_of_x_and_windows_their_own():
+    x, window, weight = conv_inputs(4, 2, 6, 5)
+    narrow = jnp.asarray(x, jnp.bfloat16)
+    y, new_window = conv(narrow, window, weight, np.array([6, 6]))
+    wide, _ = conv(narrow.astype(jnp.float32), window, weight, np.array([6, 6]))
+    assert y.dtype == jnp.bfloat16 and new_window.dtype == jnp.float32
+    np.testing.assert_array_equal(y, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("position", "shape", "message"),
+    [
+        (0, (2, 5), r"x has shape \(2, 5\)"),
+        (1, (2, 4, 7), r"window has shape \(2, 4, 7\)"),
+        (2, (7, 1, 4), r"weight has shape \(7, 1, 4\)"),
+        (3, (1,), r"lengths is float32\(1,\)"),
+    ],
+)
+def test_a_wrong_shape_is_named(position, shape, message):
+    inputs = [*conv_inputs(5, 2, 5, 7), np.array([5, 5])]
+    inputs[position] = np.zeros(shape, np.float32)
+    with pytest.raises(ValueError, match=message):
+        kda.causal_conv(*inputs)

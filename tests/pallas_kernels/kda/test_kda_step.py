@@ -1,0 +1,121 @@
+"""Decoding steps equal the recurrence, and the pooled form touches only the slots it is told to."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import kda
+from tests.pallas_kernels.kda.oracle import kda_inputs, recurrence, relative_error
+
+decode = jax.jit(kda.kda_decode, donate_argnames="state_pool")
+
+
+def one_token(seed, rows, heads=3, key_dim=16, value_dim=24, gate="mixed"):
+    *tokens, state = kda_inputs(
+        np.random.default_rng(seed), rows, 1, heads, key_dim, value_dim, gate
+    )
+    return [x[:, 0] for x in tokens], state
+
+
+@pytest.mark.parametrize("gate", ["mixed", "unbounded", "slow"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_step_equals_the_recurrence(rows, gate):
+    token, state = one_token(rows, rows, gate=gate)
+    want_out, want_state = recurrence(*(x[:, None] for x in token), state)
+    out, new_state = jax.jit(kda.kda_step)(*token, state)
+    assert relative_error(out, want_out[:, 0]) < 1e-6
+    assert relative_error(new_state, want_state) < 1e-6
+
+
+def test_steps_equal_a_chunk():
+    *tokens, state = kda_inputs(np.random.default_rng(1), 2, 33, 2, 16, 16)
+    want_out, want_state = jax.jit(kda.kda_chunk)(*tokens, state)
+    step = jax.jit(kda.kda_step)
+    outs = []
+    for t in range(33):
+        out, state = step(*(x[:, t] for x in tokens), state)
+        outs.append(out)
+    assert relative_error(np.stack(outs, axis=1), want_out) < 2e-6
+    assert relative_error(state, want_state) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_pooled_decode_reads_and_writes_the_slots_named(rows):
+    rng = np.random.default_rng(rows)
+    token, _ = one_token(100 + rows, rows)
+    pool = rng.standard_normal((2 * rows + 3, 3, 16, 24)).astype(np.float32)
+    slots = rng.permutation(len(pool))
+    read, write = slots[:rows], np.concatenate([slots[:1], slots[rows + 1 : 2 * rows]])
+    want_out, want_state = recurrence(*(x[:, None] for x in token), pool[read])
+    out, new_pool = decode(*token, jax.numpy.asarray(pool), read, write)
+    assert relative_error(out, want_out[:, 0]) < 1e-6
+    assert relative_error(new_pool[write], want_state) < 1e-6
+    others = np.setdiff1d(slots, write)
+    np.testing.assert_array_equal(new_pool[others], pool[others])
+
+
+def test_a_negative_read_slot_is_a_zero_state():
+    token, _ = one_token(2, 3)
+    pool = jax.numpy.full((4, 3, 16, 24), np.nan)
+    want_out, want_state = kda.kda_step(*token, np.zeros((3, 3, 16, 24), np.float32))
+    out, new_pool = decode(*token, pool, np.array([-1, -1, -7]), np.array([3, 0, 1]))
+    assert relative_error(out, want_out) < 1e-6
+    assert relative_error(new_pool[np.array([3, 0, 1])], want_state) < 1e-6
+
+
+@pytest.mark.parametrize("nowhere", [-1, -4, 4, 999])
+def test_a_padding_row_writes_nothing(nowhere):
+    token, _ = one_token(3, 3)
+    pool = np.random.default_rng(3).standard_normal((4, 3, 16, 24)).astype(np.float32)
+    for x in token:
+        x[::2] = np.nan
+    slots = np.array([nowhere, 2, nowhere])
+    _, new_pool = decode(*token, jax.numpy.asarray(pool), np.array([-1, 2, 3]), slots)
+    np.testing.assert_array_equal(new_pool[np.array([0, 1, 3])], pool[np.array([0, 1, 3])])
+    assert np.all(np.isfinite(new_pool))
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    token, _ = one_token(4, 5)
+    pool = np.random.default_rng(4).standard_normal((7, 3, 16, 24)).astype(np.float32)
+    slots = np.arange(5)
+    out, new_pool = decode(*token, jax.numpy.asarray(pool), slots, slots)
+    for x in (*token, pool):
+        x[0] = np.nan
+    other_out, other_pool = decode(*token, jax.numpy.asarray(pool), slots, slots)
+    np.testing.assert_array_equal(other_out[1:], out[1:])
+    np.testing.assert_array_equal(other_pool[1:], new_pool[1:])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_the_donated_pool_is_updated_in_place(rows):
+    token, _ = one_token(5, rows, heads=2, key_dim=16, value_dim=16)
+    pool = jax.ShapeDtypeStruct((97, 2, 16, 16), np.float32)
+    slots = jax.ShapeDtypeStruct((rows,), np.int32)
+    compiled = decode.lower(*token, pool, slots, slots).compile()
+    text = compiled.as_text()
+    assert "input_output_alias={ {1}: (5, {}" in text
+    assert not re.search(r"= f32\[97,2,16,16\]\S* copy\(", text)
+    assert compiled.memory_analysis().temp_size_in_bytes < 97 * 2 * 16 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"read_slots": np.zeros(3, np.int32)}, r"read_slots is int32\(3,\)"),
+        ({"write_slots": np.zeros(2, np.float32)}, r"write_slots is float32\(2,\)"),
+        ({"state_pool": np.zeros((4, 3, 24, 16), np.float32)}, "state_pool has shape"),
+        ({"state_pool": np.zeros((4, 3, 16, 24), np.float16)}, "state_pool is float16"),
+    ],
+)
+def test_a_wrong_argument_is_named(change, message):
+    token, _ = one_token(6, 2)
+    arguments = {
+        "state_pool": np.zeros((4, 3, 16, 24), np.float32),
+        "read_slots": np.zeros(2, np.int32),
+        "write_slots": np.zeros(2, np.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        kda.kda_decode(*token, **(arguments | change))
