@@ -1,6 +1,7 @@
 """Goldens: `chat_encoding.json` holds segments and toy ids of the released chat encoder."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -85,6 +86,22 @@ def test_tool_results_without_id_keep_their_order():
     messages = [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
     text = "".join(s.text for s in build_segments(messages, ChatOptions()))
     assert 'tool="f" index="1"<|sep|>1' in text and 'tool="g" index="2"<|sep|>2' in text
+
+
+def test_tool_results_count_from_the_latest_assistant_message():
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}, {"name": "g"}]}
+    result = {"role": "tool", "content": ""}
+    segments = build_segments([turn, result, result, turn, result], ChatOptions())
+    indices = re.findall(r'role="tool" tool="(.)" index="(.)"', "".join(s.text for s in segments))
+    assert indices == [("f", "1"), ("g", "2"), ("f", "1")]
+
+
+def test_of_two_calls_with_one_id_the_first_is_answered():
+    calls = [{"id": "a", "function": {"name": name}} for name in ("f", "g")]
+    result = {"role": "tool", "content": "1", "tool_call_id": "a"}
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, result]
+    text = "".join(s.text for s in build_segments(messages, ChatOptions()))
+    assert 'tool="f" index="1"<|sep|>1' in text
 
 
 def test_arguments_too_deep_or_long_for_json_are_raw():

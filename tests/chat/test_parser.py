@@ -245,6 +245,10 @@ def test_a_response_close_after_thinking_ended_retracts_nothing():
     assert (parsed.reasoning, parsed.content) == ("hm", "a")
     parsed = reply("hm<|close|>think<|sep|><|close|>response<|sep|>")
     assert (parsed.reasoning, parsed.content) == ("hm", "")
+    parsed = reply('hm<|open|>call tool="f"<|sep|><|close|>call<|sep|><|close|>response<|sep|>')
+    assert (parsed.reasoning, parsed.content) == ("hm", "")
+    parsed = reply("hm<|open|>response<|sep|>a<|close|>response<|sep|><|close|>response<|sep|>")
+    assert (parsed.reasoning, parsed.content) == ("hm", "a")
 
 
 def test_text_after_thinking_counts_as_the_answer_but_spaces_do_not():
@@ -285,6 +289,23 @@ def test_a_call_ends_where_the_next_or_the_section_ends_it():
         assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("f", '{"a": null}')]
 
 
+def test_an_argument_ends_where_the_next_begins():
+    (call,) = reply(
+        '<|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>x'
+        '<|open|>argument key="b" type="number"<|sep|>2<|close|>call<|sep|>'
+    ).tool_calls
+    assert call.parsed() == {"a": "x", "b": 2}
+
+
+def test_a_call_left_for_another_channel_is_never_complete():
+    parsed = reply(
+        '<|open|>call tool="f"<|sep|><|open|>response<|sep|>a'
+        '<|open|>call tool="g"<|sep|><|close|>call<|sep|>'
+    )
+    assert [(call.index, call.name) for call in parsed.tool_calls] == [(1, "g")]
+    assert (parsed.content, parsed.partial_call) == ("a", None)
+
+
 def test_a_call_without_name_is_dropped():
     parsed = reply(
         '<|open|>tools<|sep|><|open|>call index="1"<|sep|><|open|>argument key="a"<|sep|>x'
@@ -313,6 +334,8 @@ def test_an_unfinished_character_is_left_out():
     parsed = parse_output(TOY, ids_of("a") + smile[:-1], thinking=False)
     assert parsed.content == "a"
     assert parse_output(TOY, ids_of("a") + smile, thinking=False).content == "a🙂"
+    broken = smile[:-1] + ids_of("<|sep|>b")
+    assert parse_output(TOY, broken, thinking=False).content == "b"
 
 
 def test_nothing_after_the_end_is_read():
