@@ -1,7 +1,13 @@
 """Settings that hold for every test."""
 
+import os
+
 import pytest
 from hypothesis import settings
+
+# Compiling dominates these tests; LLVM without optimisation takes 2.4 times less of it. Set before
+# anything imports JAX.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 # A jitted function compiles at its first example, which no per-example deadline can allow for.
 settings.register_profile("compiling", deadline=None)
