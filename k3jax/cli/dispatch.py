@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-COMMANDS = ("version",)
+COMMANDS = ("convert", "info", "version")
 
 USAGE_ERROR = 2
 INTERRUPTED = 128 + 2  # what a shell reports for a program ended by SIGINT
@@ -25,6 +25,8 @@ PIPE_CLOSED = 128 + 13  # the same for SIGPIPE
 
 _EXAMPLES = """\
 examples:
+  k3jax info WEIGHTS           what a model folder holds
+  k3jax convert SRC DST        the same model in the native or the released format
   k3jax version                what is installed, and the devices that JAX sees
   k3jax COMMAND --help         the options of one command, with examples
 """

@@ -17,7 +17,7 @@ from k3jax.model.params import K3Params, abstract
 from k3jax.quant import QuantArray
 from k3jax.weights.hf_folder import Plan, plan
 from k3jax.weights.host_arrays import dequantized, empty
-from k3jax.weights.leaves import by_path, from_paths, placements
+from k3jax.weights.leaves import by_path, float_dtype, from_paths, placements
 from k3jax.weights.names import Part, Piece
 from k3jax.weights.safetensors_file import DTYPES, StoredTensor, read_chunks, read_into
 
@@ -50,7 +50,7 @@ def load(
         raise FileNotFoundError(f"no such folder: {folder}")
     config = K3Config.from_hf(folder) if config is None else config
     todo = plan(folder, config)
-    spec = abstract(config, dtype)
+    spec = abstract(config, float_dtype(dtype))
     places = placements(sharding, spec)
     leaves = {
         path: _Leaf(leaf, dequantize_experts, places[path]) for path, leaf in by_path(spec).items()
@@ -119,15 +119,7 @@ def _read(stream: BinaryIO, tensor: StoredTensor, target: np.ndarray, bar: tqdm)
     else:
         start = 0
         for chunk in read_chunks(stream, tensor, target.size):
-            _convert(chunk, target[start : start + chunk.size])
+            target[start : start + chunk.size] = chunk
             start += chunk.size
             bar.update(chunk.nbytes)
     bar.update(tensor.nbytes - target.size * DTYPES[tensor.dtype].itemsize)
-
-
-def _convert(source: np.ndarray, target: np.ndarray) -> None:
-    if source.dtype == jnp.bfloat16 and target.dtype == np.float32:
-        # The upper half of a float32; three times faster than a cast of this dtype.
-        np.left_shift(source.view(np.uint16), 16, out=target.view(np.uint32), dtype=np.uint32)
-    else:
-        target[...] = source

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from k3jax.config import K3Config
 from k3jax.weights.model_folder import INDEX_FILE, SINGLE_FILE
 from k3jax.weights.names import (
@@ -17,7 +19,7 @@ from k3jax.weights.names import (
     plain_name,
     stored_name,
 )
-from k3jax.weights.safetensors_file import StoredTensor, read_header
+from k3jax.weights.safetensors_file import DTYPES, StoredTensor, read_header
 
 Plan = list[tuple[Piece, StoredTensor]]
 
@@ -53,6 +55,14 @@ def plan(folder: Path, config: K3Config) -> Plan:
         raise ValueError(_unexplained(by_name, config))
     result.sort(key=lambda pair: (pair[1].file, pair[1].offset))
     return result
+
+
+def matrix_dtype(todo: Plan) -> np.dtype:
+    """The dtype of the stored matrices and norms; float32 when they differ."""
+    found = {
+        DTYPES[tensor.dtype] for piece, tensor in todo if piece.part == "" and not piece.float32
+    }
+    return found.pop() if len(found) == 1 else np.dtype(np.float32)
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:

@@ -15,7 +15,7 @@ from k3jax.config import K3Config
 from k3jax.model.params import K3Params, abstract
 from k3jax.quant import BLOCK, QuantArray, quantize
 from k3jax.weights.config_json import config_json
-from k3jax.weights.leaves import by_path, checked
+from k3jax.weights.leaves import by_path, checked, float_dtype
 from k3jax.weights.model_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, new_model_folder
 from k3jax.weights.names import Piece, layout, pieces, stored_name
 from k3jax.weights.safetensors_file import DTYPES, write_file
@@ -44,9 +44,7 @@ def save(
     Raises ValueError when `params` is not what `config` implies, when a leaf is quantised that the
     format stores plain, or when the folder already holds a model and `overwrite` is not set.
     """
-    matrix_dtype = np.dtype(dtype)
-    if matrix_dtype not in (DTYPES["BF16"], DTYPES["F16"], DTYPES["F32"]):
-        raise ValueError(f"dtype = {matrix_dtype}, expected bfloat16, float16 or float32")
+    matrix_dtype = float_dtype(dtype)
     leaves = _leaves(params, config)
     data = config_json(config, matrix_dtype.name)
     shards = _shards(config, matrix_dtype, max_shard_bytes)

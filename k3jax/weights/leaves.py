@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.config import K3Config
 from k3jax.model.params import K3Params, abstract
@@ -51,6 +52,14 @@ def checked(params: K3Params, config: K3Config) -> dict[str, Any]:
         if not isinstance(leaf, QuantArray) and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"parameter {path} has dtype {leaf.dtype}, expected a float")
     return leaves
+
+
+def float_dtype(dtype: Any) -> np.dtype:
+    """A dtype that matrices can have, or ValueError."""
+    found = np.dtype(dtype)
+    if found not in (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)):
+        raise ValueError(f"dtype = {found}, expected bfloat16, float16 or float32")
+    return found
 
 
 def is_quantised(node: Any) -> bool:

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.config import K3Config
-from k3jax.model.params import K3Params
+from k3jax.model.params import K3Params, abstract
 from k3jax.weights import hf
+from k3jax.weights.hf_folder import matrix_dtype, plan
+from k3jax.weights.leaves import by_path
 from k3jax.weights.model_folder import is_native
-from k3jax.weights.native import load_native
+from k3jax.weights.native import load_native, native_leaves
 
 
 def load_model(
@@ -43,3 +46,17 @@ def load_model(
         sharding=sharding,
     )
     return params, config
+
+
+def stored_dtype(path: str | Path) -> np.dtype:
+    """The dtype in which a model folder stores matrices and norms; float32 when they differ."""
+    folder = Path(path)
+    if not is_native(folder):
+        return matrix_dtype(plan(folder, K3Config.from_hf(folder)))
+    leaves = native_leaves(folder)
+    found = {
+        np.dtype(leaves[name].dtype)
+        for name, spec in by_path(abstract(K3Config.from_hf(folder), jnp.bfloat16)).items()
+        if spec.dtype == jnp.bfloat16
+    }
+    return found.pop() if len(found) == 1 else np.dtype(np.float32)

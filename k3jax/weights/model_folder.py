@@ -24,11 +24,7 @@ def new_model_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     stay. A model that is already there makes this raise ValueError, before the block runs, unless
     `overwrite`: then its files go once the new ones are complete.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected a folder to write a model to")
-    found = model_entries(folder)
-    if found and not overwrite:
-        raise ValueError(f"{folder} already holds a model ({found[0].name}); it is not overwritten")
+    check_free(folder, overwrite=overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as name:
         temporary = Path(name) / "model"
@@ -42,6 +38,15 @@ def new_model_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         # The config last: a folder without one is not taken for a model.
         for entry in sorted(temporary.iterdir(), key=lambda entry: entry.name == CONFIG_FILE):
             os.rename(entry, folder / entry.name)
+
+
+def check_free(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise ValueError when a model cannot be written to `folder`."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a folder to write a model to")
+    found = model_entries(folder)
+    if found and not overwrite:
+        raise ValueError(f"{folder} already holds a model ({found[0].name}); it is not overwritten")
 
 
 def model_entries(folder: Path) -> list[Path]:

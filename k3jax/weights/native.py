@@ -18,7 +18,7 @@ from k3jax.model.params import K3Params, abstract
 from k3jax.quant import BLOCK, QuantArray
 from k3jax.weights.config_json import config_json
 from k3jax.weights.host_arrays import dequantized
-from k3jax.weights.leaves import by_path, checked, from_paths, placements
+from k3jax.weights.leaves import by_path, checked, float_dtype, from_paths, placements
 from k3jax.weights.model_folder import (
     CONFIG_FILE,
     NATIVE_MANIFEST,
@@ -66,7 +66,7 @@ def load_native(
     """
     folder = Path(path)
     config = K3Config.from_hf(folder)
-    like = abstract(config, jnp.float32 if dtype is None else dtype)
+    like = abstract(config, jnp.float32 if dtype is None else float_dtype(dtype))
     specs = _specs(folder, like)
     if dtype is not None:
         wanted = {name: leaf.dtype for name, leaf in by_path(like).items()}

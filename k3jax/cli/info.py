@@ -1,0 +1,89 @@
+"""`k3jax info`: what a model folder holds."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from k3jax.cli.arguments import Subparsers
+
+_EXAMPLES = """\
+examples:
+  k3jax info ~/models/Kimi-K3
+  k3jax info ~/models/Kimi-K3 --json | python3 -m json.tool
+"""
+
+
+def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
+    """Declare the arguments of `k3jax info`."""
+    parser = subparsers.add_parser(
+        "info",
+        help="show what a model folder holds",
+        description=(
+            "Show format, layers, sizes and parts of a model, and check its headers against its\n"
+            "config. No weights are read."
+        ),
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("weights", metavar="WEIGHTS", help="folder of a released or native model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report as aligned lines, or as one JSON object."""
+    from k3jax.weights.summary import summarize
+
+    report = summarize(args.weights)
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    for line in _lines(report):
+        print(line)
+    return 0
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    config = report["config"]
+    files = f", {report['files']} files" if report.get("files", 1) > 1 else ""
+    kda, mla = config["kda_heads"], config["mla_heads"]
+    pattern = "".join(kind[0].upper() for kind in config["layer_kinds"])
+    groups = " ".join(pattern[i : i + 4] for i in range(0, len(pattern), 4))
+    missing = report["missing_tokenizer_files"]
+    rows = {
+        "model": f"{report['path']} ({report['layout']} layout)",
+        "format": f"{report['format']}{files}, {report['dtype']}, experts {report['expert_format']}",
+        "weights": f"{_si(report['weights'])}, {_si(report['weights_per_token'])} used per token",
+        "bytes": _si(report["bytes"]) + "B",
+        "context": f"{config['max_context']} tokens, vocabulary {config['vocab_size']}",
+        "layers": f"{config['num_layers']} of width {config['hidden_size']}, {config['activation']}",
+        "pattern": f"{groups}  (K = KDA, M = MLA)",
+        "KDA": f"{kda[0]} heads of {kda[1]}",
+        "MLA": f"{mla[0]} heads of {mla[1]}, {config['latent_width']} values cached per token",
+        "experts": f"{config['num_experts_per_token']} of {config['num_experts']} "
+        f"in {len(config['sparse_layers'])} layers"
+        if config["num_experts"]
+        else "none",
+        "residuals": f"depth blocks of {config['attn_res_block_size']} layers"
+        if config["attn_res_block_size"]
+        else "plain",
+        "vision": "yes" if config["vision"] else "no",
+        "stop ids": ", ".join(map(str, config["eos_token_ids"])) or "none",
+        "tokenizer": f"missing {' and '.join(missing)}" if missing else "yes",
+    }
+    for name, value in rows.items():
+        yield f"{name:<10} {value}"
+    yield ""
+    yield f"{'part':<26} {'weights':>9} {'bytes':>9} {'share':>7}"
+    for name, part in report["parts"].items():
+        share = part["bytes"] / report["bytes"]
+        yield f"{name:<26} {_si(part['weights']):>9} {_si(part['bytes']):>8}B {share:>7.1%}"
+
+
+def _si(number: int) -> str:
+    """Three digits and a decimal suffix: 2.78 T."""
+    value, suffixes = float(number), iter(("", " k", " M", " G", " T"))
+    suffix = next(suffixes)
+    while value >= 999.5:
+        value, suffix = value / 1000, next(suffixes)
+    return f"{value:.3g}{suffix or ' '}"
