@@ -44,40 +44,45 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    config = report["config"]
-    files = f", {report['files']} files" if report.get("files", 1) > 1 else ""
-    kda, mla = config["kda_heads"], config["mla_heads"]
-    pattern = "".join(kind[0].upper() for kind in config["layer_kinds"])
-    groups = " ".join(pattern[i : i + 4] for i in range(0, len(pattern), 4))
-    missing = report["missing_tokenizer_files"]
-    rows = {
-        "model": f"{report['path']} ({report['layout']} layout)",
-        "format": f"{report['format']}{files}, {report['dtype']}, experts {report['expert_format']}",
-        "weights": f"{_si(report['weights'])}, {_si(report['weights_per_token'])} used per token",
-        "bytes": _si(report["bytes"]) + "B",
-        "context": f"{config['max_context']} tokens, vocabulary {config['vocab_size']}",
-        "layers": f"{config['num_layers']} of width {config['hidden_size']}, {config['activation']}",
-        "pattern": f"{groups}  (K = KDA, M = MLA)",
-        "KDA": f"{kda[0]} heads of {kda[1]}",
-        "MLA": f"{mla[0]} heads of {mla[1]}, {config['latent_width']} values cached per token",
-        "experts": f"{config['num_experts_per_token']} of {config['num_experts']} "
-        f"in {len(config['sparse_layers'])} layers"
-        if config["num_experts"]
-        else "none",
-        "residuals": f"depth blocks of {config['attn_res_block_size']} layers"
-        if config["attn_res_block_size"]
-        else "plain",
-        "vision": "yes" if config["vision"] else "no",
-        "stop ids": ", ".join(map(str, config["eos_token_ids"])) or "none",
-        "tokenizer": f"missing {' and '.join(missing)}" if missing else "yes",
-    }
-    for name, value in rows.items():
+    for name, value in (_storage(report) | _architecture(report["config"])).items():
         yield f"{name:<10} {value}"
     yield ""
     yield f"{'part':<26} {'weights':>9} {'bytes':>9} {'share':>7}"
     for name, part in report["parts"].items():
         share = part["bytes"] / report["bytes"]
         yield f"{name:<26} {_si(part['weights']):>9} {_si(part['bytes']):>8}B {share:>7.1%}"
+
+
+def _storage(report: dict[str, Any]) -> dict[str, str]:
+    files = f" in {report['files']} files" if report.get("files", 1) > 1 else ""
+    missing = report["missing_tokenizer_files"]
+    return {
+        "model": f"{report['path']} ({report['layout']} layout)",
+        "format": report["format"] + files,
+        "stored as": f"{report['dtype']}, routed experts {report['expert_format']}",
+        "weights": f"{_si(report['weights'])}, {_si(report['weights_per_token'])} used per token",
+        "bytes": _si(report["bytes"]) + "B",
+        "tokenizer": f"missing {' and '.join(missing)}" if missing else "yes",
+    }
+
+
+def _architecture(config: dict[str, Any]) -> dict[str, str]:
+    kda, mla = config["kda_heads"], config["mla_heads"]
+    pattern = "".join(kind[0].upper() for kind in config["layer_kinds"])
+    groups = " ".join(pattern[i : i + 4] for i in range(0, len(pattern), 4))
+    block, sparse = config["attn_res_block_size"], len(config["sparse_layers"])
+    chosen = f"{config['num_experts_per_token']} of {config['num_experts']}"
+    return {
+        "context": f"{config['max_context']} tokens, vocabulary {config['vocab_size']}",
+        "stop ids": ", ".join(map(str, config["eos_token_ids"])) or "none",
+        "layers": f"{config['num_layers']}, width {config['hidden_size']}, {config['activation']}",
+        "pattern": f"{groups}  (K = KDA, M = MLA)",
+        "KDA": f"{kda[0]} heads of {kda[1]}",
+        "MLA": f"{mla[0]} heads of {mla[1]}, {config['latent_width']} values cached per token",
+        "experts": f"{chosen} in each of {sparse} layers" if config["num_experts"] else "none",
+        "residuals": f"depth blocks of {block} layers" if block else "plain",
+        "vision": "yes" if config["vision"] else "no",
+    }
 
 
 def _si(number: int) -> str:

@@ -44,6 +44,21 @@ _MOE_PARTS = {
     "shared": "shared experts",
 }
 
+_ORDER = (
+    "embedding",
+    "KDA",
+    "MLA",
+    "dense MLP",
+    "shared experts",
+    "router",
+    "expert latent projections",
+    "routed experts",
+    "attention residuals",
+    "norms",
+    "output head",
+    "vision",
+)
+
 
 def summarize(path: str | Path) -> dict[str, Any]:
     """Format, config and parts of the model in a folder, as plain JSON values.
@@ -73,7 +88,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
         "bytes": stored.total(),
         "parts": {
             part: {"weights": weights[part], "bytes": stored[part]}
-            for part in weights
+            for part in _ORDER
             if weights[part]
         },
         "config": _config(config),
