@@ -1,4 +1,4 @@
-"""Model configuration, read from the released `config.json` files and checked before anything is built."""
+"""Model configuration, read from the released `config.json` and checked first."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class K3Config:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     latent_norm_eps: float = 1e-6
-    """Epsilon of `q_a_layernorm` and `kv_a_layernorm`, which the released code builds with its class default."""
+    """Epsilon of `q_a_layernorm` and `kv_a_layernorm`: the class default of the released code."""
     vision: VisionConfig | None = None
 
     @property

@@ -11,7 +11,8 @@ from k3jax.config import K3Config, VisionConfig
 _INERT = frozenset(
     """
     _name_or_path _attn_implementation _attn_implementation_autoset add_cross_attention
-    architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size_feed_forward
+    architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id head_dim id2label ignore_index image_placeholder

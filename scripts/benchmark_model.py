@@ -67,7 +67,7 @@ def small_config() -> K3Config:
 
 
 def active_parameters(config: K3Config) -> int:
-    """Matrix weights that one token meets: without the embedding table and the experts not chosen."""
+    """Weights that one token meets: all but the embedding table and the experts not chosen."""
     spec = model_params.abstract(replace(config, expert_format=None))
     total = model_params.count(spec) - config.vocab_size * config.hidden_size
     idle = config.num_experts - config.num_experts_per_token

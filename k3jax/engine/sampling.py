@@ -11,21 +11,22 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax.engine.request import SamplingParams
+from k3jax.state.spans import HostOrDevice
 
 
 class SamplingInputs(struct.PyTreeNode):
     """`SamplingParams` of every row as arrays."""
 
-    temperature: Float32[Array, "row"]
-    top_k: Int32[Array, "row"]
-    top_p: Float32[Array, "row"]
-    min_p: Float32[Array, "row"]
-    repetition_penalty: Float32[Array, "row"]
-    presence_penalty: Float32[Array, "row"]
-    frequency_penalty: Float32[Array, "row"]
-    seed: UInt32[Array, "row 2"]
+    temperature: Float32[HostOrDevice, "row"]
+    top_k: Int32[HostOrDevice, "row"]
+    top_p: Float32[HostOrDevice, "row"]
+    min_p: Float32[HostOrDevice, "row"]
+    repetition_penalty: Float32[HostOrDevice, "row"]
+    presence_penalty: Float32[HostOrDevice, "row"]
+    frequency_penalty: Float32[HostOrDevice, "row"]
+    seed: UInt32[HostOrDevice, "row 2"]
     """High and low half of the request's seed."""
-    generated: Int32[Array, "row"]
+    generated: Int32[HostOrDevice, "row"]
     """Tokens the row has generated before this one: its place in the row's random stream."""
 
     @classmethod
@@ -88,7 +89,9 @@ def sample(logits: Float32[Array, "row vocab"], inputs: SamplingInputs) -> Int32
         scaled = logits / warm
         filtering = (inputs.min_p > 0) | (inputs.top_k > 0) | (inputs.top_p < 1)
         scaled = jax.lax.cond(filtering.any(), lambda: _filter(scaled, inputs), lambda: scaled)
-        drawn = jnp.argmax(scaled + jax.vmap(_noise)(scaled, inputs.seed, inputs.generated), -1)
+        seed, generated = jnp.asarray(inputs.seed), jnp.asarray(inputs.generated)
+        noise = jax.vmap(_noise)(scaled, seed, generated)
+        drawn = jnp.argmax(scaled + noise, -1)
         return jnp.where(inputs.temperature > 0, drawn.astype(jnp.int32), greedy)
 
     return jax.lax.cond((inputs.temperature > 0).any(), draw, lambda: greedy)

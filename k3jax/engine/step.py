@@ -16,22 +16,23 @@ from k3jax.model.params import K3Params
 from k3jax.model.vision import merge_features
 from k3jax.state import DecodeState, Spans
 from k3jax.state.recurrent import read_slots, write_slots
+from k3jax.state.spans import HostOrDevice
 
 
 class ImageInputs(struct.PyTreeNode):
     """Image features that replace media tokens of the spans."""
 
-    features: Float[Array, "feature hidden"]
-    first: Int32[Array, "row"]
+    features: Float[HostOrDevice, "feature hidden"]
+    first: Int32[HostOrDevice, "row"]
     """Index of the feature that the row's first media token of this span takes."""
 
 
 class StepInputs(struct.PyTreeNode):
     """One step's work, padded to a bucket."""
 
-    tokens: Int32[Array, "row token"]
+    tokens: Int32[HostOrDevice, "row token"]
     spans: Spans
-    emits: Bool[Array, "row"]
+    emits: Bool[HostOrDevice, "row"]
     """Rows whose sampled token is the next of their sequence (not so inside a longer prompt)."""
     sampling: SamplingInputs
     images: ImageInputs | None = None
@@ -66,15 +67,16 @@ def step(
     `logprobs` (static) adds that many alternatives per row; None leaves log-probabilities out.
     """
     spans = inputs.spans
-    x = backbone.embed(params, inputs.tokens)
+    tokens = jnp.asarray(inputs.tokens)
+    x = backbone.embed(params, tokens)
     if inputs.images is not None:
         assert config.vision is not None
         x = merge_features(
             x,
-            inputs.tokens,
-            inputs.images.features,
+            tokens,
+            jnp.asarray(inputs.images.features),
             config.vision.media_token_id,
-            inputs.images.first,
+            jnp.asarray(inputs.images.first),
         )
     hidden, _, decode = backbone.forward(params, config, x, spans, state.decode)
     assert decode is not None
@@ -82,11 +84,11 @@ def step(
     hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     raw = backbone.logits(params, hidden).astype(jnp.float32)
     if state.history is None:
-        tokens, history = sample(raw, inputs.sampling), None
+        chosen, history = sample(raw, inputs.sampling), None
     else:
-        tokens, history = _sample_with_history(raw, inputs, state.history)
-    found = (None, None, None) if logprobs is None else top_logprobs(raw, tokens, logprobs)
-    output = StepOutput(tokens, *found)
+        chosen, history = _sample_with_history(raw, inputs, state.history)
+    found = (None, None, None) if logprobs is None else top_logprobs(raw, chosen, logprobs)
+    output = StepOutput(chosen, *found)
     return output, StepState(decode=decode, history=history)
 
 

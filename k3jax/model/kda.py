@@ -43,7 +43,7 @@ def kda(
         window = jnp.zeros((rows, config.kda_conv_size - 1, 3 * heads * key), x.dtype)
     else:
         window = read_slots(pools[1], spans.read_slots)
-    mixed, window = causal_conv(projected, window, params.conv, spans.lengths)
+    mixed, window = causal_conv(projected, window, params.conv, jnp.asarray(spans.lengths))
     q, k, v = jnp.split(mixed.reshape(rows, tokens, 3 * heads, key), 3, axis=2)
     q, k, v = l2_norm(q) * key**-0.5, l2_norm(k), v.astype(jnp.float32)
 
@@ -62,9 +62,17 @@ def kda(
     if pools is None:
         o, _ = kda_chunk(q, k, v, log_decay, beta, None)
     elif tokens == 1:
-        args = (a[:, 0] for a in (q, k, v, log_decay, beta))
         writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
-        o, matrices = kda_decode(*args, pools[0], spans.read_slots, writes)
+        o, matrices = kda_decode(
+            q[:, 0],
+            k[:, 0],
+            v[:, 0],
+            log_decay[:, 0],
+            beta[:, 0],
+            pools[0],
+            jnp.asarray(spans.read_slots),
+            writes,
+        )
         o = o[:, None]
         pools = (matrices, write_slots(pools[1], writes, window))
     else:

@@ -44,7 +44,7 @@ def mla(
         starts, context = jnp.zeros_like(spans.starts), jnp.where(real, latents, 0)
     else:
         pages = latent.append(pages, spans, latents)
-        starts, context = spans.starts, latent.gather(pages, spans).astype(x.dtype)
+        starts, context = jnp.asarray(spans.starts), latent.gather(pages, spans).astype(x.dtype)
     expand = prefers_expanded(
         tokens=tokens,
         context=context.shape[1],

@@ -18,7 +18,7 @@ Weight = Array | QuantArray
 
 
 class KDAParams(struct.PyTreeNode):
-    """One Kimi Delta Attention mixer (`self_attn.*` of a KDA layer). Linear weights are `[out, in]`."""
+    """One Kimi Delta Attention mixer (`self_attn.*` of a KDA layer); weights are `[out, in]`."""
 
     qkv: Weight
     """`[3·head·key, hidden]`: q_proj, k_proj and v_proj stacked."""
@@ -63,7 +63,7 @@ class MLPParams(struct.PyTreeNode):
 
 
 class MoEParams(struct.PyTreeNode):
-    """Router, routed experts, their latent projections and the shared MLP (`block_sparse_moe.*`)."""
+    """Router, routed experts, latent projections and the shared MLP (`block_sparse_moe.*`)."""
 
     router: Float[Array, "expert hidden"]
     score_bias: Float32[Array, "expert"]
@@ -175,8 +175,8 @@ def count(params: K3Params) -> int:
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def nbytes(params: K3Params) -> int:
-    """Bytes of all leaves as stored."""
+def nbytes(params: Any) -> int:
+    """Bytes of all leaves of the tree, or a part of it, as stored."""
     return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in jax.tree.leaves(params))
 
 
@@ -249,6 +249,9 @@ def _moe(config: K3Config, array: Any, dtype: Any) -> MoEParams:
     shared = width * config.num_shared_experts
     has_latent = config.expert_latent_size is not None
 
+    def packed(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.uint8)
+
     def expert(out: int, into: int) -> Any:
         if config.expert_format is None:
             return array(number, out, into)
@@ -257,8 +260,8 @@ def _moe(config: K3Config, array: Any, dtype: Any) -> MoEParams:
                 f"config: MXFP4 experts need input widths that are multiples of {BLOCK}, got {into}"
             )
         return QuantArray(
-            jax.ShapeDtypeStruct((number, out, into // 2), jnp.uint8),
-            jax.ShapeDtypeStruct((number, out, into // BLOCK), jnp.uint8),
+            packed(number, out, into // 2),
+            packed(number, out, into // BLOCK),
             format=config.expert_format,
             dtype=jnp.dtype(dtype),
         )

@@ -1,4 +1,4 @@
-"""Device state as explicit pytrees: recurrent slots, the paged latent cache, and how rows address them."""
+"""Device state as explicit pytrees: recurrent slots, the paged latent cache, rows' addresses."""
 
 from k3jax.state.decode import DecodeState
 from k3jax.state.latent import LatentCache

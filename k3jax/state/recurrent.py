@@ -8,6 +8,7 @@ from flax import struct
 from jaxtyping import Array, Float, Float32, Int32
 
 from k3jax.config import K3Config
+from k3jax.state.spans import HostOrDevice
 
 
 class RecurrentState(struct.PyTreeNode):
@@ -35,7 +36,7 @@ class RecurrentState(struct.PyTreeNode):
 
 
 def read_slots(
-    pool: Float[Array, "slot ..."], slots: Int32[Array, "row"]
+    pool: Float[Array, "slot ..."], slots: Int32[HostOrDevice, "row"]
 ) -> Float[Array, "row ..."]:
     """Rows of a pool; a negative slot gives zeros, whatever the pool holds."""
     rows = jnp.take(pool, slots, axis=0, mode="clip")
@@ -45,7 +46,7 @@ def read_slots(
 
 def write_slots(
     pool: Float[Array, "slot ..."],
-    slots: Int32[Array, "row"],
+    slots: Int32[HostOrDevice, "row"],
     values: Float[Array, "row ..."],
 ) -> Float[Array, "slot ..."]:
     """The pool with rows replaced; a negative slot writes nothing."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int32
+
+HostOrDevice = Array | np.ndarray
+"""Inputs are packed with NumPy on the host and traced as JAX arrays."""
 
 
 class Spans(struct.PyTreeNode):
@@ -14,15 +18,15 @@ class Spans(struct.PyTreeNode):
     fresh batch) only `lengths` is read.
     """
 
-    lengths: Int32[Array, "row"]
+    lengths: Int32[HostOrDevice, "row"]
     """Tokens of this row that are real."""
-    starts: Int32[Array, "row"]
+    starts: Int32[HostOrDevice, "row"]
     """Tokens of the sequence that precede the span."""
-    read_slots: Int32[Array, "row"]
+    read_slots: Int32[HostOrDevice, "row"]
     """Recurrent slot the span continues from; negative means a fresh sequence."""
-    write_slots: Int32[Array, "row"]
+    write_slots: Int32[HostOrDevice, "row"]
     """Recurrent slot that receives the state after the span; negative means it is dropped."""
-    page_table: Int32[Array, "row page"]
+    page_table: Int32[HostOrDevice, "row page"]
     """Pages of the sequence in order, enough for `starts + lengths` tokens; the rest is ignored."""
 
     def token_mask(self, width: int) -> Bool[Array, "row token"]:
@@ -30,7 +34,7 @@ class Spans(struct.PyTreeNode):
         return jnp.arange(width) < self.lengths[:, None]
 
     @classmethod
-    def fresh(cls, lengths: Int32[Array, "row"]) -> Spans:
+    def fresh(cls, lengths: Int32[HostOrDevice, "row"]) -> Spans:
         """Whole sequences from their first token, with no state kept."""
         rows = lengths.shape[0]
         none = jnp.full((rows,), -1, jnp.int32)

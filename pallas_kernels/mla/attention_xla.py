@@ -29,7 +29,7 @@ def mla_absorbed(
     kv_up: Float[Array, "head out latent"],
     starts: Int[Array, "row"],
 ) -> Float[Array, "row token head value"]:
-    """`mla_reference` with `kv_up` moved to the query and the output: the latents are read as is."""
+    """`mla_reference` with `kv_up` moved to query and output: the latents are read as is."""
     _check(q, context, kv_up)
     rank = kv_up.shape[2]
     nope = q.shape[-1] - (context.shape[2] - rank)
