@@ -18,6 +18,7 @@ from k3jax.quant import QuantArray
 from k3jax.weights.hf_folder import Plan, plan
 from k3jax.weights.host_arrays import dequantized, empty
 from k3jax.weights.leaves import by_path, float_dtype, from_paths, placements
+from k3jax.weights.model_folder import check_folder
 from k3jax.weights.names import Part, Piece
 from k3jax.weights.safetensors_file import DTYPES, StoredTensor, read_chunks, read_into
 
@@ -46,8 +47,7 @@ def load(
     they are not what the config implies.
     """
     folder = Path(path)
-    if not folder.exists():
-        raise FileNotFoundError(f"no such folder: {folder}")
+    check_folder(folder)
     config = K3Config.from_hf(folder) if config is None else config
     todo = plan(folder, config)
     spec = abstract(config, float_dtype(dtype))

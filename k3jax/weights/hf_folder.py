@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from k3jax.config import K3Config
-from k3jax.weights.model_folder import INDEX_FILE, SINGLE_FILE
+from k3jax.weights.model_folder import INDEX_FILE, SINGLE_FILE, check_folder
 from k3jax.weights.names import (
     TEXT_PREFIX,
     VISION_PREFIXES,
@@ -71,10 +71,7 @@ def stored_tensors(folder: Path) -> list[StoredTensor]:
     Raises as `plan` does when files are missing or broken, when index and headers disagree, or
     when the folder holds safetensors files that are not part of the model.
     """
-    if not folder.exists():
-        raise FileNotFoundError(f"no such folder: {folder}")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected the folder of a released Kimi model")
+    check_folder(folder)
     present = {file.name for file in folder.glob("*.safetensors")}
     index = folder / INDEX_FILE
     if index.is_file():

@@ -40,6 +40,14 @@ def new_model_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
             os.rename(entry, folder / entry.name)
 
 
+def check_folder(folder: Path) -> None:
+    """Raise FileNotFoundError or ValueError when `folder` is none."""
+    if not folder.exists():
+        raise FileNotFoundError(f"no such folder: {folder}")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a model folder")
+
+
 def check_free(folder: Path, *, overwrite: bool = False) -> None:
     """Raise ValueError when a model cannot be written to `folder`."""
     if folder.exists() and not folder.is_dir():
@@ -61,10 +69,7 @@ def is_native(folder: Path) -> bool:
 
     Raises FileNotFoundError when it holds neither, and ValueError when it holds both.
     """
-    if not folder.exists():
-        raise FileNotFoundError(f"no such folder: {folder}")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected a model folder")
+    check_folder(folder)
     native = (folder / NATIVE_MANIFEST).is_file()
     released = (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors"))
     if native and released:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from k3jax.config import K3Config
 from k3jax.model import params as p
@@ -23,8 +23,7 @@ TEXT_PREFIX = "language_model."
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One stored tensor and the run of one leaf that it fills.
 
     Every stored tensor is a contiguous run of its leaf in C order, whatever the two shapes are.
