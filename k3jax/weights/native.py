@@ -155,11 +155,13 @@ def _arrays(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore(folder: Path, specs: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing: the folder has lost its weights")
     targets = {name: _target(spec, places[name]) for name, spec in specs.items()}
     flat = _arrays(targets)
     try:
         with _checkpointer() as checkpointer:
-            stored = checkpointer.metadata(folder.absolute()).item_metadata
+            stored = checkpointer.metadata(folder.absolute()).item_metadata or {}
             for name, target in flat.items():
                 if name not in stored or tuple(stored[name].shape) != target.shape:
                     found = tuple(stored[name].shape) if name in stored else "nothing"

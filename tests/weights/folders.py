@@ -1,4 +1,4 @@
-"""Makes released model folders for the tests, through the safetensors library and not our writer."""
+"""Makes released model folders through the safetensors library, not through our writer."""
 
 import json
 import shutil

@@ -15,20 +15,10 @@ from k3jax.quant import QuantArray, dequantize
 from k3jax.weights import load_hf, save_hf
 from tests.helpers import K3_TINY, KIMI_LINEAR_TINY, tiny_config
 from tests.weights.folders import folder_of, sharded, tensors_of
+from tests.weights.trees import equal
 
 GOLDENS = [K3_TINY, KIMI_LINEAR_TINY]
 HEADS, KEY = 4, 16  # of both golden models
-
-
-def equal(a, b) -> bool:
-    """Whether two trees have the same structure, dtypes and bits."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x.dtype == y.dtype
-        and x.shape == y.shape
-        and np.asarray(x).tobytes() == np.asarray(y).tobytes()
-        for x, y in pairs
-    )
 
 
 class Stored:
