@@ -88,7 +88,8 @@ def native_leaves(path: str | Path) -> dict[str, Any]:
 def _checkpointer() -> Any:
     import orbax.checkpoint as ocp  # slow to import, and only this format needs it
 
-    return ocp.StandardCheckpointer()
+    # Not StandardCheckpointer: its background thread still creates folders after a failed save.
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
 
 
 def _describe(leaf: Any) -> str | dict[str, str]:
