@@ -1,8 +1,10 @@
 """Checks of the three products and the choice of their form."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
+from pallas_kernels.linear.linear_xla import linear_cpu, linear_cpu_bfloat16
 from pallas_kernels.linear.reference import (
     MXFP4_BLOCK,
     decode_int8,
@@ -12,9 +14,20 @@ from pallas_kernels.linear.reference import (
 
 
 def linear(x: Float[Array, "*row in"], w: Float[Array, "out in"]) -> Float[Array, "*row out"]:
-    """`x wᵀ`, accumulated in float32 and returned in the dtype of x; differentiable."""
+    """`x wᵀ`, summed in float32 and returned in the dtype of x; differentiable.
+
+    w is cast to the dtype of x first. The form is chosen at trace time: on the CPU back end by the
+    number of rows (see `linear_xla`), elsewhere one dot. Row counts that take the same form give a
+    row the same bits whatever its neighbours hold; other counts differ by float rounding.
+    """
     _check_input(x, w.shape, w.shape[-1])
-    return linear_reference(x, w)
+    forms = {jnp.dtype("float32"): linear_cpu, jnp.dtype("bfloat16"): linear_cpu_bfloat16}
+    product = forms.get(x.dtype)
+    if product is None or jax.default_backend() != "cpu" or x.size == 0:
+        return linear_reference(x, w)
+    rows = x.reshape(-1, x.shape[-1])
+    out = product(rows, w.astype(x.dtype)).astype(x.dtype)
+    return out.reshape(*x.shape[:-1], w.shape[0])
 
 
 def linear_mxfp4(

@@ -10,13 +10,12 @@ MXFP4_BLOCK = 32
 def linear_reference(
     x: Float[Array, "*row in"], w: Float[Array, "out in"]
 ) -> Float[Array, "*row out"]:
-    """`x wᵀ`, accumulated in float32 and returned in the dtype of x."""
+    """`x wᵀ`, summed in at least float32 and returned in the dtype of x."""
     out = jax.lax.dot_general(
         x,
         w.astype(x.dtype),
         (((x.ndim - 1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
     return out.astype(x.dtype)
 
