@@ -8,7 +8,7 @@ that any row uses, read once).
 
   python scripts/benchmark_model.py
   python scripts/benchmark_model.py --rounds 9 --decode 1,16 --prefill 512 --json
-  python scripts/benchmark_model.py --weights int8     # 8-bit weights and activations
+  python scripts/benchmark_model.py --weights int8     # 8-bit linear weights
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.step import StepInputs, StepState, jitted_step
 from k3jax.model import params as model_params
 from k3jax.model.params import K3Params
+from k3jax.model.quantize import quantize_weights
 from k3jax.state import DecodeState, Spans
 
 PAGE_SIZE = 64
@@ -233,16 +234,19 @@ def main() -> int:
     parser.add_argument("--prefill", type=_numbers, default=[128, 512, 2048], metavar="N,N")
     parser.add_argument("--decode", type=_numbers, default=[1, 4, 8, 16, 32], metavar="N,N")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of every case")
+    parser.add_argument("--weights", choices=("float32", "int8"), default="float32")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     config = small_config()
     params = jax.jit(model_params.init, static_argnums=0)(config, jax.random.key(0))
+    if args.weights == "int8":
+        params = jax.jit(quantize_weights)(params)
     result = measure(params, config, args.prefill, args.decode, args.rounds)
     if args.json:
         print(json.dumps(result))
         return 0
     print(
-        f"k3-small: {result['parameters'] / 1e6:.1f} M parameters, "
+        f"k3-small, {args.weights} weights: {result['parameters'] / 1e6:.1f} M parameters, "
         f"{result['active_parameters'] / 1e6:.1f} M per token, "
         f"{result['weight_bytes'] / 1e6:.0f} MB; {jax.default_backend()}, jax {jax.__version__}"
     )
