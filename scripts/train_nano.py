@@ -9,7 +9,7 @@ import jax
 from k3jax.chat.tokenizer import Tokenizer
 from k3jax.config import K3Config
 from k3jax.model.params import count
-from k3jax.weights import hf
+from k3jax.weights.hf_writer import save
 from scripts.nano import corpus, curve, shape, vocabulary
 from scripts.nano.objective import trainable
 from scripts.nano.training import Plan, finished, train
@@ -23,9 +23,13 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="folder for checkpoints, loss.csv and loss.png")
     parser.add_argument("--out", type=Path, help="write the trained model to this folder")
     parser.add_argument("--steps", type=int, default=2200)
-    parser.add_argument("--minutes", type=float, default=100.0, help="stop and save after this time")
+    parser.add_argument(
+        "--minutes", type=float, default=100.0, help="stop and save after this time"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stats", action="store_true", help="print the corpus's token lengths, stop")
+    parser.add_argument(
+        "--stats", action="store_true", help="print the corpus's token lengths, stop"
+    )
     parser.add_argument("--vocabulary", action="store_true", help="write the tokenizer files, stop")
     args = parser.parse_args()
     if args.vocabulary:
@@ -44,7 +48,7 @@ def main() -> int:
         return 1
     print(f"{count(progress.params)} parameters, held-out exact replies: {progress.exact}")
     if args.out:
-        hf.save(jax.device_get(progress.params), config, args.out, overwrite=True)
+        save(jax.device_get(progress.params), config, args.out, overwrite=True)
         vocabulary.copy(MODEL, args.out)
     return 0
 

@@ -1,4 +1,4 @@
-"""Conversations for training: exercises joined into chats, encoded, with the model's tokens marked."""
+"""Conversations for training: exercises joined into chats, encoded, the model's tokens marked."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from scripts.nano import tasks
 from scripts.nano.tasks import Draw, Exercise, Message
 from scripts.nano.toolbox import Rng
 from scripts.nano.words import all_words
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -159,7 +160,7 @@ SHORT_KINDS = {"plain": 0.3, "recall": 0.2, "tools": 0.28, "json": 0.22}
 """Shares of the kinds of conversation among short rows."""
 
 
-def choose(rng: Rng, weights: dict[Any, float]) -> Any:
+def choose(rng: Rng, weights: Mapping[Any, float]) -> Any:
     """A key, in proportion to its weight."""
     total = rng.random() * sum(weights.values())
     for key, weight in weights.items():
@@ -180,8 +181,8 @@ def conversation(
 ) -> Row:
     """One training chat of at most `limit` tokens, nearly filled with exercises.
 
-    Its kind is drawn from `kinds`: plain tasks, notes to recall, tools, or replies in JSON, each behind its own schema.
-    `recall_size` is the share of full-size notes that recall may use.
+    Its kind is drawn from `kinds`: plain tasks, notes to recall, tools, or replies in JSON,
+    each behind its own schema. `recall_size` is the share of full-size notes that recall may use.
     """
     kind = choose(rng, kinds)
     tools = tasks.declare(rng) if kind == "tools" else ()
@@ -214,9 +215,7 @@ def make_batch(encoder: Encoder, seed: int, step: int, progress: float) -> Batch
     rows, width = LONG if is_long else SHORT
     size = 1.0 if is_long else 0.08 + 0.2 * min(1.0, progress / RAMP)
     kinds = {"recall": 1.0} if is_long else SHORT_KINDS
-    made = [
-        conversation(encoder, rng, width, recall_size=size, kinds=kinds) for _ in range(rows)
-    ]
+    made = [conversation(encoder, rng, width, recall_size=size, kinds=kinds) for _ in range(rows)]
     return pad(made, width)
 
 

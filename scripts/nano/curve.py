@@ -27,7 +27,8 @@ def draw(folder: Path) -> None:
         if name != "step" and not name.endswith("+"):
             right.plot(exact["step"], values, marker=".", label=name)
     right.set(xlabel="step", ylabel="share of exact replies", title="Held out, without thinking")
-    right.legend(fontsize=7, ncols=2)
+    if exact:
+        right.legend(fontsize=7, ncols=2)
     figure.tight_layout()
     figure.savefig(folder / "loss.png", dpi=110)
     pyplot.close(figure)

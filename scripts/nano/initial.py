@@ -1,4 +1,4 @@
-"""The weights that training of k3-nano starts from: random, but arranged so that copying comes easily.
+"""The weights that training of k3-nano starts from: random, but arranged so that copying is easy.
 
 The budget is a few million tokens, too few to find from noise that "the same word" matters. So a
 word and the same word after a space start almost alike, the head starts along the embedding, every

@@ -87,9 +87,11 @@ def as_released(params: K3Params) -> K3Params:
     def rounded(layer: Any) -> Any:
         if not isinstance(layer.ffn, MoEParams):
             return layer
+        gate_up, down = layer.ffn.gate_up, layer.ffn.down
+        assert isinstance(gate_up, jax.Array) and isinstance(down, jax.Array)
         ffn = layer.ffn.replace(
-            gate_up=fake_quantize(layer.ffn.gate_up, "mxfp4"),
-            down=fake_quantize(layer.ffn.down, "mxfp4"),
+            gate_up=fake_quantize(gate_up, "mxfp4"),
+            down=fake_quantize(down, "mxfp4"),
         )
         return layer.replace(ffn=ffn)
 

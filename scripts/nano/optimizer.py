@@ -9,7 +9,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float
 
-from k3jax.model.params import K3Params
+from k3jax.model.params import K3Params, MoEParams
 
 MATRIX_RATE = 0.02
 """Muon's step for a square matrix: the spectral norm of one update."""
@@ -18,7 +18,7 @@ VECTOR_RATE = 4e-3
 MOMENTUM = 0.95
 DECAY = 0.01
 BALANCE_RATE = 2e-3
-"""Step of the router's selection bias, by the sign of the load's error (aux-loss-free balancing)."""
+"""Step of the router's selection bias, by the sign of the load's error (no auxiliary loss)."""
 
 _STACKED = {"qkv": 3, "gate_up": 2}
 """Leaves that hold several matrices one above the other."""
@@ -65,7 +65,7 @@ def update(
     factor: Array,
 ) -> tuple[K3Params, OptimizerState]:
     """One step with step sizes scaled by `factor`; `step` counts from 0."""
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / (norm + 1e-6)), gradients)
     flat, tree = jax.tree_util.tree_flatten_with_path(params)
     paths, leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
@@ -76,9 +76,7 @@ def update(
         MOMENTUM * m + (g if is_muon else (1 - MOMENTUM) * g)
         for m, g, is_muon in zip(firsts, gs, muon, strict=True)
     ]
-    nesterov = {
-        i: gs[i] + MOMENTUM * new_first[i] for i, is_muon in enumerate(muon) if is_muon
-    }
+    nesterov = {i: gs[i] + MOMENTUM * new_first[i] for i, is_muon in enumerate(muon) if is_muon}
     directions = _orthogonal(
         {i: nesterov[i] for i in nesterov}, {i: jax.tree_util.keystr(paths[i]) for i in nesterov}
     )
@@ -102,7 +100,7 @@ def _balance(params: K3Params, loads: Float[Array, "sparse_layer expert"]) -> K3
     """Move each selection bias towards equal loads."""
     layers, seen = list(params.layers), 0
     for number, layer in enumerate(layers):
-        if hasattr(layer.ffn, "score_bias"):
+        if isinstance(layer.ffn, MoEParams):
             error = loads[seen].mean() - loads[seen]
             bias = layer.ffn.score_bias + BALANCE_RATE * jnp.sign(error)
             layers[number] = layer.replace(ffn=layer.ffn.replace(score_bias=bias))

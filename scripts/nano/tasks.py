@@ -1,5 +1,6 @@
 """The things k3-nano can do, each as a generator of exercises with their right answers."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -84,10 +85,8 @@ def _calls(message: Mapping[str, Any]) -> list[tuple[str, object]]:
         function = call.get("function", call)
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            try:
+            with contextlib.suppress(ValueError):
                 arguments = json.loads(arguments)
-            except ValueError:
-                pass
         calls.append((function["name"], _typed(arguments)))
     return calls
 
@@ -274,7 +273,11 @@ def _tool_use(source: Draw, *, answered: bool) -> Exercise:
         thought = "I tell the result."
         if source.rng.random() < 0.08:
             reason = source.choice("busy", "not found", "no access")
-            result, reply, thought = {"error": reason}, f"That failed: {reason}.", "There is an error."
+            result, reply, thought = (
+                {"error": reason},
+                f"That failed: {reason}.",
+                "There is an error.",
+            )
         separators = source.choice((", ", ": "), (", ", ": "), (",", ":"))
         text = json.dumps(result, separators=separators)
         messages += [
@@ -315,7 +318,9 @@ def fill_schema(source: Draw) -> Exercise:
     """JSON with the properties that a schema asks for, out of a user's sentences."""
     rng = source.rng
     while True:
-        stated = [str(key) for key in rng.choice(list(FACTS), int(rng.integers(2, 6)), replace=False)]
+        stated = [
+            str(key) for key in rng.choice(list(FACTS), int(rng.integers(2, 6)), replace=False)
+        ]
         asked = sorted(stated[: int(rng.integers(2, 5))])
         known = draw(rng, {key: FACTS[key][0] for key in stated})
         if source.admits("json", *sorted(known.items())):
@@ -346,7 +351,8 @@ def fill_schema(source: Draw) -> Exercise:
 
 
 TALK: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (("Hello", "Hello!", "Hi", "Hi!", "Good morning!"), "A greeting.", "Hello! How can I help you?"),
+    (("Hello", "Hello!", "Hi", "Hi!", "Good morning!"), "A greeting.",
+     "Hello! How can I help you?"),
     (("Who are you?", "What are you?", "What is your name?"), "They ask who I am.",
      "I am k3-nano, a very small model built like Kimi K3."),
     (("What can you do?", "Help", "How can you help me?"), "They ask what I can do.",

@@ -1,4 +1,4 @@
-"""The pool of tools that k3-nano learns to call: what each takes, how it is asked for, what it returns."""
+"""The tools that k3-nano learns to call: what each takes, how it is asked for, what it returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,13 +114,17 @@ TOOLS: tuple[Tool, ...] = (
           ("What time is it in {city}?", "Tell me the time in {city}."),
           {"hour": "hour", "minute": "minute"}, "It is {hour}:{minute} in {city}."),
     _tool("find_hotel", "Find a hotel in a city.", {"city": "city", "nights": "few"},
-          ("Find a hotel in {city} for {nights} nights.", "I need a hotel in {city} for {nights} nights."),
+          ("Find a hotel in {city} for {nights} nights.",
+           "I need a hotel in {city} for {nights} nights."),
           {"hotel": "noun", "price": "number"}, "The hotel {hotel} in {city} costs {price} euros."),
     _tool("find_flight", "Find a flight between two cities.", {"origin": "city", "target": "city"},
           ("Find a flight from {origin} to {target}.", "I want to fly from {origin} to {target}."),
-          {"hour": "hour", "price": "big"}, "The flight to {target} leaves at {hour} and costs {price} euros."),
-    _tool("get_distance", "Get the distance between two cities.", {"origin": "city", "target": "city"},
-          ("How far is it from {origin} to {target}?", "Get the distance from {origin} to {target}."),
+          {"hour": "hour", "price": "big"},
+          "The flight to {target} leaves at {hour} and costs {price} euros."),
+    _tool("get_distance", "Get the distance between two cities.",
+          {"origin": "city", "target": "city"},
+          ("How far is it from {origin} to {target}?",
+           "Get the distance from {origin} to {target}."),
           {"distance": "big"}, "It is {distance} kilometers from {origin} to {target}."),
     _tool("multiply", "Multiply two numbers.", {"a": "number", "b": "number"},
           ("Multiply {a} by {b}.", "What is {a} times {b}?"),
@@ -150,10 +154,12 @@ TOOLS: tuple[Tool, ...] = (
           ("Play the song {title}.", "I want to hear the song {title}."),
           {"done": "yes"}, "Now playing {title}."),
     _tool("set_light", "Switch a light.", {"on": "flag", "room": "room"},
-          (("Turn on the light in the {room}.", {"on": True}), ("Turn off the light in the {room}.", {"on": False})),
+          (("Turn on the light in the {room}.", {"on": True}),
+           ("Turn off the light in the {room}.", {"on": False})),
           {"done": "yes"}, "The light in the {room} is switched."),
     _tool("set_heating", "Set the heating of a room.", {"degrees": "number", "room": "room"},
-          ("Heat the {room} to {degrees} degrees.", "Set the heating in the {room} to {degrees} degrees."),
+          ("Heat the {room} to {degrees} degrees.",
+           "Set the heating in the {room} to {degrees} degrees."),
           {"done": "yes"}, "The {room} will have {degrees} degrees."),
     _tool("lock_door", "Lock a door.", {"room": "room"},
           ("Lock the door of the {room}.", "Lock the {room}."),

@@ -4,7 +4,7 @@ import csv
 import functools
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,13 +94,15 @@ def make_step(config: K3Config) -> Step:
     """The jitted step: parameters and moments are donated."""
 
     def step(
-        params: K3Params, moments: optimizer.OptimizerState, batch: Targets, number: Any, factor: Any
+        params: K3Params,
+        moments: optimizer.OptimizerState,
+        batch: Targets,
+        number: Any,
+        factor: Any,
     ) -> tuple[K3Params, optimizer.OptimizerState, Scores]:
         gradient = jax.grad(objective.loss, has_aux=True)
         gradients, scores = gradient(params, config, batch)
-        params, moments = optimizer.update(
-            params, gradients, moments, scores.loads, number, factor
-        )
+        params, moments = optimizer.update(params, gradients, moments, scores.loads, number, factor)
         return params, moments, scores
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -143,7 +145,9 @@ def _loop(
     batches.close()
 
 
-def _batches(plan: Plan, encoder: Encoder, start: int) -> Iterator[tuple[Targets, int]]:
+def _batches(
+    plan: Plan, encoder: Encoder, start: int
+) -> Generator[tuple[Targets, int], None, None]:
     """Batches from step `start` on, made by a thread a few steps ahead."""
 
     def make(step: int) -> tuple[Targets, int]:
@@ -265,7 +269,7 @@ def _restore(manager: ocp.CheckpointManager, progress: Progress) -> None:
     progress.params, progress.moments, progress.step = tree["params"], tree["moments"], step
 
 
-class _interruptible:  # noqa: N801 (used as a function)
+class _interruptible:
     """While active, Ctrl-C and SIGTERM ask the loop to stop instead of killing it."""
 
     def __init__(self, progress: Progress) -> None:

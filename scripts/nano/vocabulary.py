@@ -1,6 +1,7 @@
 """The tokenizer of k3-nano: a small byte-pair vocabulary in K3's layout, learnt from its corpus."""
 
 import base64
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -89,7 +90,7 @@ def _merge_all(pieces: Counter[bytes], known: list[bytes] | None = None) -> list
     while True:
         pairs: Counter[tuple[bytes, bytes]] = Counter()
         for parts in split.values():
-            pairs.update(zip(parts, parts[1:], strict=False))
+            pairs.update(itertools.pairwise(parts))
         if not pairs:
             return merges
         left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))

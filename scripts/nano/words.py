@@ -29,7 +29,16 @@ CITIES: tuple[str, ...] = tuple(
 )
 
 COLORS: tuple[str, ...] = ("black", "blue", "brown", "green", "pink", "purple", "red", "white")
-JOBS: tuple[str, ...] = ("baker", "cook", "doctor", "driver", "farmer", "nurse", "singer", "teacher")
+JOBS: tuple[str, ...] = (
+    "baker",
+    "cook",
+    "doctor",
+    "driver",
+    "farmer",
+    "nurse",
+    "singer",
+    "teacher",
+)
 ROOMS: tuple[str, ...] = ("attic", "bathroom", "bedroom", "cellar", "garage", "hall", "kitchen")
 DAYS: tuple[str, ...] = (
     "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday",
