@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
@@ -47,9 +48,11 @@ def append(
         spans.page_table, positions // page_size, axis=1, mode="fill", fill_value=num_pages
     )
     page = jnp.where(spans.token_mask(width), page, num_pages)
-    return pool.at[page, positions % page_size].set(
+    pool = pool.at[page, positions % page_size].set(
         latents.astype(pool.dtype), mode="drop", unique_indices=True
     )
+    # Without it XLA repeats the update inside the read that follows, and copies the whole pool.
+    return jax.lax.optimization_barrier(pool)
 
 
 def gather(

@@ -41,7 +41,10 @@ def read_slots(
     """Rows of a pool; a negative slot gives zeros, whatever the pool holds."""
     rows = jnp.take(pool, slots, axis=0, mode="clip")
     fresh = jnp.reshape(slots < 0, (-1,) + (1,) * (pool.ndim - 1))
-    return jnp.where(fresh, jnp.zeros((), pool.dtype), rows)
+    rows = jnp.where(fresh, jnp.zeros((), pool.dtype), rows)
+    # Read once and for all: a read repeated inside later fusions would outlive the pool's update,
+    # and XLA would copy the pool to keep it.
+    return jax.lax.optimization_barrier(rows)
 
 
 def write_slots(

@@ -16,12 +16,13 @@ from k3jax.model import params
 from k3jax.state import DecodeState, Spans
 from tests.helpers import tiny_config
 
-ROWS, SLOTS, PAGES, PAGE = 4, 64, 64, 16
+SLOTS, PAGES, PAGE = 64, 64, 16
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
 
 
-@pytest.fixture(scope="module")
-def program():
+@pytest.fixture(scope="module", params=[1, 4], ids="rows={}".format)
+def program(request):
+    rows = request.param
     config = replace(
         tiny_config(),
         hidden_size=256,
@@ -39,12 +40,12 @@ def program():
             decode=DecodeState.init(config, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE)
         )
     )
-    ints = np.zeros(ROWS, np.int32)
+    ints = np.zeros(rows, np.int32)
     inputs = StepInputs(
-        tokens=np.zeros((ROWS, 1), np.int32),
-        spans=Spans(ints, ints, ints, ints, np.zeros((ROWS, 2), np.int32)),
-        emits=np.ones(ROWS, np.bool_),
-        sampling=SamplingInputs.pack([SamplingParams()] * ROWS, [0] * ROWS),
+        tokens=np.zeros((rows, 1), np.int32),
+        spans=Spans(ints, ints, ints, ints, np.zeros((rows, 2), np.int32)),
+        emits=np.ones(rows, np.bool_),
+        sampling=SamplingInputs.pack([SamplingParams()] * rows, [0] * rows),
     )
     weights = params.abstract(config, jnp.float32)
     compiled = jitted_step.lower(weights, config, inputs, state).compile()
