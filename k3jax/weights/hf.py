@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from k3jax.weights.host_arrays import dequantized, empty
 from k3jax.weights.leaves import by_path, float_dtype, from_paths, placements
 from k3jax.weights.model_folder import check_folder
 from k3jax.weights.names import Part, Piece
-from k3jax.weights.safetensors_file import DTYPES, StoredTensor, read_chunks, read_into
-
-_CHUNK = 1 << 26
+from k3jax.weights.safetensors_file import DTYPES, StoredTensor, read_into
 
 
 def load(
@@ -62,7 +60,7 @@ def load(
 
 
 def _stream(todo: Plan, leaves: dict[str, _Leaf], progress: bool) -> None:
-    total = sum(tensor.nbytes for _, tensor in todo)
+    total = sum(piece.size * DTYPES[tensor.dtype].itemsize for piece, tensor in todo)
     with tqdm(
         total=total,
         desc="loading weights",
@@ -91,7 +89,7 @@ class _Leaf:
             array = getattr(self.spec, piece.part) if piece.part else self.spec
             self.buffers[piece.part] = empty(array.shape, np.dtype(array.dtype))
         target = self.buffers[piece.part].reshape(-1)[piece.start : piece.start + piece.size]
-        _read(stream, tensor, target, bar)
+        read_into(stream, tensor, target, bar.update)
         self.waiting -= 1
         if self.waiting == 0:
             self.result = self._finish()
@@ -105,21 +103,3 @@ class _Leaf:
         if not self.dequantize:
             return jax.device_put(packed, self.place)
         return jax.device_put(dequantized(packed), self.place)
-
-
-def _read(stream: BinaryIO, tensor: StoredTensor, target: np.ndarray, bar: tqdm) -> None:
-    """Fill `target` from the first elements of the tensor, in the target's dtype."""
-    if DTYPES[tensor.dtype] == target.dtype:
-        stream.seek(tensor.offset)
-        step = _CHUNK // target.itemsize
-        for start in range(0, target.size, step):
-            chunk = target[start : start + step]
-            read_into(stream, tensor, chunk)
-            bar.update(chunk.nbytes)
-    else:
-        start = 0
-        for chunk in read_chunks(stream, tensor, target.size):
-            target[start : start + chunk.size] = chunk
-            start += chunk.size
-            bar.update(chunk.nbytes)
-    bar.update(tensor.nbytes - target.size * DTYPES[tensor.dtype].itemsize)

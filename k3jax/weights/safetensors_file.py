@@ -6,10 +6,10 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -89,25 +89,34 @@ def read_header(file: Path) -> list[StoredTensor]:
     return tensors
 
 
-def read_chunks(stream: BinaryIO, tensor: StoredTensor, count: int) -> Iterator[np.ndarray]:
-    """The first `count` elements of a tensor as flat arrays of bounded size, one buffer reused."""
-    dtype = DTYPES[tensor.dtype]
-    buffer = np.empty(min(count, _CHUNK // dtype.itemsize), dtype)
+def read_into(
+    stream: Any,
+    tensor: StoredTensor,
+    target: np.ndarray,
+    progress: Callable[[int], object],
+    *,
+    chunk_bytes: int = _CHUNK,
+) -> None:
+    """Fill a flat array with the first elements of a tensor, converted to the array's dtype.
+
+    `stream` is the tensor's file, opened unbuffered; `progress` is told the bytes of each chunk.
+    """
+    stored = DTYPES[tensor.dtype]
+    step = chunk_bytes // stored.itemsize
+    buffer = None if stored == target.dtype else np.empty(min(step, target.size), stored)
     stream.seek(tensor.offset)
-    for start in range(0, count, max(buffer.size, 1)):
-        chunk = buffer[: count - start]
-        read_into(stream, tensor, chunk)
-        yield chunk
-
-
-def read_into(stream: BinaryIO, tensor: StoredTensor, target: np.ndarray) -> None:
-    """Fill a contiguous array from the stream's position."""
-    view = memoryview(target.view(np.uint8)).cast("B")
-    while view:
-        done = stream.readinto(view)  # pyright: ignore[reportAttributeAccessIssue]
-        if not done:
-            raise ValueError(f"{tensor.file}: tensor {tensor.name} ended early; has it changed?")
-        view = view[done:]
+    for start in range(0, target.size, step):
+        part = target[start : start + step]
+        chunk = part if buffer is None else buffer[: part.size]
+        view = memoryview(chunk.view(np.uint8))
+        while view:
+            done = stream.readinto(view)
+            if not done:
+                raise ValueError(f"{tensor.file}: tensor {tensor.name} ended early; did it change?")
+            view = view[done:]
+        if buffer is not None:
+            part[...] = chunk
+        progress(chunk.nbytes)
 
 
 def write_file(

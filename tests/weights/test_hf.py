@@ -3,6 +3,7 @@
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,11 @@ import pytest
 
 from k3jax.config import K3Config
 from k3jax.model.params import KDAParams, MLAParams, MLPParams, MoEParams, abstract, nbytes
-from k3jax.quant import QuantArray, dequantize
+from k3jax.quant import QuantArray
 from k3jax.weights import load_hf, save_hf
 from tests.helpers import K3_TINY, KIMI_LINEAR_TINY, tiny_config
 from tests.weights.folders import folder_of, sharded, tensors_of
-from tests.weights.trees import equal
+from tests.weights.trees import all_dequantized, equal
 
 GOLDENS = [K3_TINY, KIMI_LINEAR_TINY]
 HEADS, KEY = 4, 16  # of both golden models
@@ -179,13 +180,8 @@ def test_shapes_and_dtypes_are_those_of_abstract(folder: Path, dtype: str):
 def test_dequantized_experts_are_the_packed_ones(dtype: str):
     packed = load_hf(K3_TINY, dtype=dtype)
     floats = load_hf(K3_TINY, dtype=dtype, dequantize_experts=True)
-    expected = jax.tree.map(
-        lambda leaf: dequantize(leaf) if isinstance(leaf, QuantArray) else leaf,
-        packed,
-        is_leaf=lambda leaf: isinstance(leaf, QuantArray),
-    )
 
-    assert equal(floats, expected)
+    assert equal(floats, all_dequantized(packed))
 
 
 @pytest.mark.parametrize("folder", GOLDENS)
@@ -277,18 +273,23 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("dequantize_experts", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_above_the_result_is_less_than_one_file(tmp_path: Path, dtype: str):
+def test_memory_above_the_result_is_less_than_one_file(
+    tmp_path: Path, dtype: str, dequantize_experts: bool
+):
     config = replace(tiny_config(), vocab_size=1024, hidden_size=512, num_layers=13)
     config = replace(config, kda_layers=tuple(range(11)), kda_head_dim=128)
+    config = replace(config, moe_intermediate_size=256, expert_latent_size=256)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract(config))
     shard_bytes = 3 << 20
     save_hf(params, config, tmp_path / "m", max_shard_bytes=shard_bytes)
     files = len(list((tmp_path / "m").glob("*.safetensors")))
-    load_hf(tmp_path / "m", dtype=dtype)  # imports and caches are not the loader's memory
+    options: dict[str, Any] = {"dtype": dtype, "dequantize_experts": dequantize_experts}
+    load_hf(tmp_path / "m", **options)  # imports and caches are not the loader's memory
     tracemalloc.start()
     try:
-        params = load_hf(tmp_path / "m", dtype=dtype)
+        params = load_hf(tmp_path / "m", **options)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

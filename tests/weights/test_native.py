@@ -14,11 +14,11 @@ import pytest
 
 from k3jax.config import K3Config
 from k3jax.model.params import K3Params
-from k3jax.quant import QuantArray, dequantize, quantize
+from k3jax.quant import quantize
 from k3jax.weights import load_hf, load_model, load_native, save_hf, save_native
 from k3jax.weights.load import stored_dtype
 from tests.helpers import K3_TINY, KIMI_LINEAR_TINY, tiny_config
-from tests.weights.trees import Unreadable, equal, random_params
+from tests.weights.trees import Unreadable, all_dequantized, equal, random_params
 
 CONFIG = replace(tiny_config(), num_layers=3, kda_layers=(0, 1))
 
@@ -84,14 +84,7 @@ def test_the_dtype_can_be_changed_on_loading(saved: Path, params: K3Params, tmp_
 def test_experts_can_be_dequantized_on_loading(saved: Path, params: K3Params):
     floats, _ = load_native(saved, dequantize_experts=True)
 
-    assert equal(
-        floats,
-        jax.tree.map(
-            lambda leaf: dequantize(leaf) if isinstance(leaf, QuantArray) else leaf,
-            params,
-            is_leaf=lambda leaf: isinstance(leaf, QuantArray),
-        ),
-    )
+    assert equal(floats, all_dequantized(params))
 
 
 def test_leaves_go_to_the_given_sharding(saved: Path, params: K3Params):

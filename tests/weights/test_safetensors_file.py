@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from k3jax.weights.safetensors_file import read_chunks, read_header, write_file
+from k3jax.weights.safetensors_file import read_header, read_into, write_file
 
 
 def raw(path: Path, header: Any, data: bytes = b"") -> Path:
@@ -115,6 +115,23 @@ def test_empty_tensors_and_scalars_are_no_gap(tmp_path: Path):
     assert {t.name: t.shape for t in read_header(tmp_path / "file")} == {"a": (0, 3), "b": ()}
 
 
+@pytest.mark.parametrize("chunk_bytes", [4, 12, 28, 400])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("count", [0, 1, 5, 7])
+def test_first_elements_are_read_in_chunks(
+    tmp_path: Path, chunk_bytes: int, dtype: type, count: int
+):
+    save_file({"a": np.zeros(3, np.float32), "b": np.arange(7, dtype=np.float32)}, tmp_path / "f")
+    tensor = read_header(tmp_path / "f")[1]
+    target, steps = np.full(count + 1, 99, dtype), []
+    with (tmp_path / "f").open("rb", buffering=0) as stream:
+        read_into(stream, tensor, target[:count], steps.append, chunk_bytes=chunk_bytes)
+
+    assert target.tolist() == [*range(count), 99]
+    assert sum(steps) == 4 * count
+    assert all(0 < step <= chunk_bytes for step in steps)
+
+
 def test_file_that_shrinks_after_the_check_is_noticed(tmp_path: Path):
     save_file({"a": np.arange(7, dtype=np.float32)}, tmp_path / "file")
     (tensor,) = read_header(tmp_path / "file")
@@ -124,4 +141,4 @@ def test_file_that_shrinks_after_the_check_is_noticed(tmp_path: Path):
         (tmp_path / "file").open("rb") as stream,
         pytest.raises(ValueError, match="tensor a ended early"),
     ):
-        list(read_chunks(stream, tensor, 7))
+        read_into(stream, tensor, np.empty(7, np.float32), print)

@@ -8,6 +8,7 @@ import numpy as np
 
 from k3jax.config import K3Config
 from k3jax.model.params import K3Params, abstract
+from k3jax.quant import QuantArray, dequantize
 
 
 def random_params(config: K3Config, seed: int = 0, *, as_stored: bool = True) -> K3Params:
@@ -33,6 +34,16 @@ def equal(a: Any, b: Any) -> bool:
         and x.shape == y.shape
         and np.asarray(x).tobytes() == np.asarray(y).tobytes()
         for x, y in pairs
+    )
+
+
+def all_dequantized(params: K3Params) -> K3Params:
+    """The tree with every packed leaf as floats."""
+    decode = jax.jit(dequantize)  # compiles one program per shape instead of one per operation
+    return jax.tree.map(
+        lambda leaf: decode(leaf) if isinstance(leaf, QuantArray) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QuantArray),
     )
 
 
