@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array
 
 from k3jax.config import K3Config
+from k3jax.engine.decode_loop import Loop, RowLimits, decode_loop, record
 from k3jax.engine.request import (
     Completion,
     FinishReason,
     SamplingParams,
     TokenLogprobs,
     check_prompt,
+    check_stop_ids,
 )
 from k3jax.engine.sampling import SamplingInputs, TokenHistory
-from k3jax.engine.step import (
-    ImageInputs,
-    StepInputs,
-    StepOutput,
-    StepState,
-    jitted_step,
-    step,
-)
+from k3jax.engine.step import ImageInputs, StepInputs, StepState, jitted_step
 from k3jax.model.params import K3Params
 from k3jax.state import DecodeState, Spans
 
@@ -36,6 +29,8 @@ PAGE_SIZE = 64
 MAX_SPAN = 512
 """Prompt tokens per row that one prefill step takes."""
 MIN_SPAN = 16
+MIN_CONTEXT = 1024
+"""Attention looks at this many positions, then at 4 times as many, and so on, as rows grow."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +56,15 @@ def generate(
     `stop_ids`, after `max_tokens`, or at the model's context. `dtype` is that of the state
     (default: that of the weights). Shapes are padded to powers of two, so calls of similar size
     share compiled programs. Raises ValueError naming the prompt that is empty, too long or holds
-    an id outside the vocabulary.
+    an id outside the vocabulary, the stop id that can never come, or the images that do not fit.
     """
     if not prompts:
         return []
     settings = _per_prompt(sampling, len(prompts))
-    for number, prompt in enumerate(prompts):
-        check_prompt(
-            prompt,
-            vocab_size=config.vocab_size,
-            max_context=config.max_context,
-            name=f"prompt {number}",
-        )
+    if images is not None and len(images) != len(prompts):
+        raise ValueError(f"{len(images)} entries of images for {len(prompts)} prompts")
+    for number, (prompt, setting) in enumerate(zip(prompts, settings, strict=True)):
+        _check(config, prompt, setting, f"prompt {number}")
     batch = _Batch(params, config, prompts, settings, images, dtype)
     batch.prefill()
     batch.decode()
@@ -88,38 +80,24 @@ def stream(
     images: PromptImages | None = None,
     dtype: jnp.dtype | None = None,
 ) -> Iterator[tuple[int, FinishReason | None]]:
-    """Complete one prompt, yielding each token as it comes and, with the last, why it ended."""
+    """Complete one prompt, yielding each token as it comes and, with the last, why it ended.
+
+    Yields nothing for `max_tokens` 0. Arguments and errors are those of `generate`; the errors
+    come with the first token.
+    """
     setting = sampling or SamplingParams()
-    check_prompt(
-        prompt, vocab_size=config.vocab_size, max_context=config.max_context, name="prompt"
-    )
+    _check(config, prompt, setting, "prompt")
     batch = _Batch(params, config, [prompt], [setting], [images], dtype)
     if batch.budgets[0] == 0:
         return
     batch.prefill()
-    while True:
-        token = int(batch.loop.tokens[0])
-        reason = batch.finish_reason(0, int(batch.loop.counts[0]), token)
+    for count in range(1, int(batch.budgets[0]) + 1):
+        token = int(np.asarray(batch.loop.tokens)[0])
+        reason = batch.finish_reason(0, count, token)
         yield token, reason
         if reason is not None:
             return
         batch.decode(limit=1)
-
-
-class _Loop(struct.PyTreeNode):
-    """What the decode loop carries besides the step's state."""
-
-    tokens: Int32[Array, "row"]
-    """Each row's newest token."""
-    positions: Int32[Array, "row"]
-    """Tokens of the row that are in the state."""
-    counts: Int32[Array, "row"]
-    """Tokens the row has generated."""
-    done: Bool[Array, "row"]
-    output: Int32[Array, "row limit"]
-    logprobs: Float32[Array, "row limit"] | None
-    top_ids: Int32[Array, "row limit top"] | None
-    top_logprobs: Float32[Array, "row limit top"] | None
 
 
 class _Batch:
@@ -140,7 +118,6 @@ class _Batch:
         self.rows = _bucket(len(prompts), 1)
         padding = self.rows - len(prompts)
         self.lengths = np.array([len(p) for p in prompts] + [0] * padding, np.int32)
-        self.padded_settings = [*settings, *[SamplingParams()] * padding]
         self.budgets = np.array(
             [
                 min(s.max_tokens, config.max_context - len(p))
@@ -151,9 +128,14 @@ class _Batch:
         )
         wanted = [s.logprobs for s in settings if s.logprobs is not None]
         self.top = max(wanted) if wanted else None
-        longest = int((self.lengths + self.budgets).max())
-        pages = _bucket(-(-longest // PAGE_SIZE), 1)
-        self.page_table = np.arange(self.rows * pages, dtype=np.int32).reshape(self.rows, pages)
+        padded = [*settings, *[SamplingParams()] * padding]
+        self.stop_ids = _stop_ids(padded, config.eos_token_ids)
+        # On the device once: a streaming caller passes them with every token.
+        self.limits = RowLimits(jnp.asarray(self.stop_ids), jnp.asarray(self.budgets))
+        self.sampling = jax.device_put(SamplingInputs.pack(padded, [0] * self.rows))
+        pages = _bucket(_pages(int((self.lengths + self.budgets).max())), 1)
+        table = np.arange(self.rows * pages, dtype=np.int32).reshape(self.rows, pages)
+        self.page_table, self.cut_tables = table, {}
         penalized = any(s.penalized for s in settings)
         self.state = StepState(
             decode=DecodeState.init(
@@ -165,31 +147,9 @@ class _Batch:
             ),
             history=TokenHistory.init(self.rows, config.vocab_size) if penalized else None,
         )
-        self.stop_ids = self._stop_ids()
-        self.loop = self._empty_loop()
-
-    def _stop_ids(self) -> np.ndarray:
-        per_row = [
-            (*s.stop_ids, *(() if s.ignore_eos else self.config.eos_token_ids))
-            for s in self.padded_settings
-        ]
-        width = _bucket(max(map(len, per_row)), 1)
-        return np.array([[*ids, *[-1] * (width - len(ids))] for ids in per_row], np.int32)
-
-    def _empty_loop(self) -> _Loop:
         limit = _bucket(int(self.budgets.max()), 16)
-        shape = (self.rows, limit)
-        top = None if self.top is None else (*shape, self.top)
-        return _Loop(
-            tokens=jnp.zeros(self.rows, jnp.int32),
-            positions=jnp.asarray(self.lengths),
-            counts=jnp.zeros(self.rows, jnp.int32),
-            done=jnp.asarray(self.budgets == 0),
-            output=jnp.zeros(shape, jnp.int32),
-            logprobs=None if top is None else jnp.zeros(shape, jnp.float32),
-            top_ids=None if top is None else jnp.zeros(top, jnp.int32),
-            top_logprobs=None if top is None else jnp.zeros(top, jnp.float32),
-        )
+        self.loop = Loop.init(self.lengths, self.budgets == 0, limit=limit, top=self.top)
+        self.decoded = 1  # tokens per row that prefill and the steps so far may have produced
 
     def prefill(self) -> None:
         """Run all prompts in spans of at most `MAX_SPAN` tokens and keep each row's first token."""
@@ -210,10 +170,10 @@ class _Batch:
                     starts=np.full(self.rows, start, np.int32),
                     read_slots=slots if start else np.full(self.rows, -1, np.int32),
                     write_slots=slots,
-                    page_table=self.page_table,
+                    page_table=self._table(start + width),
                 ),
                 emits=emits,
-                sampling=SamplingInputs.pack(self.padded_settings, [0] * self.rows),
+                sampling=self.sampling,
                 images=None if features is None else ImageInputs(features, taken),
             )
             if features is not None and self.config.vision is not None:
@@ -223,24 +183,33 @@ class _Batch:
             output, self.state = jitted_step(
                 self.params, self.config, inputs, self.state, logprobs=self.top
             )
-            self.loop = _record(self.loop, output, emits, self.stop_ids, self.budgets)
+            self.loop = record(self.loop, output, emits, self.limits)
 
     def decode(self, limit: int | None = None) -> None:
         """Generate until every row is done, or `limit` tokens per row."""
-        sampling = SamplingInputs.pack(self.padded_settings, [0] * self.rows)
-        steps = int(self.budgets.max()) if limit is None else limit
-        self.loop, self.state = _decode_loop(
-            self.params,
-            self.config,
-            sampling,
-            self.page_table,
-            self.stop_ids,
-            self.budgets,
-            steps,
-            self.loop,
-            self.state,
-            logprobs=self.top,
-        )
+        most = int(self.budgets.max())
+        end = most if limit is None else min(most, self.decoded + limit)
+        while self.decoded < end:
+            if limit is None and self.decoded > 1 and bool(self.loop.done.all()):
+                return
+            # The step that produces token n of a row writes position length + n - 2.
+            longest = int(self.lengths[self.budgets > self.decoded].max())
+            table = self._table(longest + self.decoded)
+            steps = end - self.decoded
+            if table.shape[1] < self.page_table.shape[1]:
+                steps = min(steps, table.shape[1] * PAGE_SIZE - longest - self.decoded + 1)
+            self.loop, self.state = decode_loop(
+                self.params,
+                self.config,
+                self.sampling,
+                table,
+                self.limits,
+                steps,
+                self.loop,
+                self.state,
+                logprobs=self.top,
+            )
+            self.decoded += steps
 
     def finish_reason(self, row: int, count: int, token: int) -> FinishReason | None:
         """Why the row ended with this token, or None while it goes on."""
@@ -275,6 +244,16 @@ class _Batch:
             results.append(Completion(len(prompt), tokens, reason or FinishReason.LENGTH, logprobs))
         return results
 
+    def _table(self, context: int) -> Array:
+        """The page table as far as `context` tokens need it: attention costs what it covers."""
+        width = MIN_CONTEXT
+        while width < context:
+            width *= 4
+        pages = min(_pages(width), self.page_table.shape[1])
+        if pages not in self.cut_tables:
+            self.cut_tables[pages] = jnp.asarray(self.page_table[:, :pages])
+        return self.cut_tables[pages]
+
     def _image_features(self) -> tuple[Array | None, np.ndarray]:
         """All rows' features in one array, and where each row's begin."""
         first = np.zeros(self.rows, np.int32)
@@ -299,83 +278,10 @@ class _Batch:
         return jnp.pad(features, ((0, padding), (0, 0))), first
 
 
-@partial(jax.jit, donate_argnums=0)
-def _record(
-    loop: _Loop,
-    output: StepOutput,
-    emits: Bool[Array, "row"],
-    stop_ids: Int32[Array, "row stop"],
-    budgets: Int32[Array, "row"],
-) -> _Loop:
-    """Write the emitted tokens of rows that are not done, and find which rows are done now."""
-    rows = jnp.arange(emits.shape[0])
-    emits = emits & ~loop.done
-    column = jnp.where(emits, loop.counts, loop.output.shape[1])
-    tokens = jnp.where(emits, output.tokens, loop.tokens)
-    counts = loop.counts + emits
-    stopped = (tokens[:, None] == stop_ids).any(-1) | (counts >= budgets)
-
-    def put(target: Array | None, value: Array | None) -> Array | None:
-        if target is None or value is None:
-            return None
-        return target.at[rows, column].set(value, mode="drop")
-
-    return _Loop(
-        tokens=tokens,
-        positions=loop.positions,
-        counts=counts,
-        done=loop.done | (emits & stopped),
-        output=loop.output.at[rows, column].set(tokens, mode="drop"),
-        logprobs=put(loop.logprobs, output.logprobs),
-        top_ids=put(loop.top_ids, output.top_ids),
-        top_logprobs=put(loop.top_logprobs, output.top_logprobs),
-    )
-
-
-@partial(
-    jax.jit,
-    static_argnames=("config", "logprobs"),
-    donate_argnames=("loop", "state"),
-)
-def _decode_loop(
-    params: K3Params,
-    config: K3Config,
-    sampling: SamplingInputs,
-    page_table: Int32[Array, "row page"],
-    stop_ids: Int32[Array, "row stop"],
-    budgets: Int32[Array, "row"],
-    steps: Int32[Array, ""],
-    loop: _Loop,
-    state: StepState,
-    *,
-    logprobs: int | None,
-) -> tuple[_Loop, StepState]:
-    slots = jnp.arange(page_table.shape[0], dtype=jnp.int32)
-
-    def unfinished(carry: tuple[Array, _Loop, StepState]) -> Array:
-        return (carry[0] < steps) & ~carry[1].done.all()
-
-    def body(carry: tuple[Array, _Loop, StepState]) -> tuple[Array, _Loop, StepState]:
-        number, loop, state = carry
-        live = ~loop.done
-        inputs = StepInputs(
-            tokens=loop.tokens[:, None],
-            spans=Spans(
-                lengths=live.astype(jnp.int32),
-                starts=loop.positions,
-                read_slots=slots,
-                write_slots=slots,
-                page_table=page_table,
-            ),
-            emits=live,
-            sampling=sampling.replace(generated=loop.counts),
-        )
-        output, state = step(params, config, inputs, state, logprobs=logprobs)
-        loop = loop.replace(positions=loop.positions + live)
-        return number + 1, _record(loop, output, live, stop_ids, budgets), state
-
-    _, loop, state = jax.lax.while_loop(unfinished, body, (jnp.int32(0), loop, state))
-    return loop, state
+def _check(config: K3Config, prompt: Sequence[int], setting: SamplingParams, name: str) -> None:
+    vocab_size = config.vocab_size
+    check_prompt(prompt, vocab_size=vocab_size, max_context=config.max_context, name=name)
+    check_stop_ids(setting, vocab_size=vocab_size, name=name)
 
 
 def _per_prompt(
@@ -386,6 +292,17 @@ def _per_prompt(
     if len(sampling) != count:
         raise ValueError(f"{len(sampling)} sampling settings for {count} prompts")
     return sampling
+
+
+def _stop_ids(settings: Sequence[SamplingParams], eos: tuple[int, ...]) -> np.ndarray:
+    """One row per setting, padded with -1."""
+    per_row = [(*s.stop_ids, *(() if s.ignore_eos else eos)) for s in settings]
+    width = _bucket(max(map(len, per_row)), 1)
+    return np.array([[*ids, *[-1] * (width - len(ids))] for ids in per_row], np.int32)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
 
 
 def _bucket(value: int, minimum: int) -> int:

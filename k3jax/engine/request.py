@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
 
 MAX_SEED = 2**63 - 1
 
@@ -47,13 +48,25 @@ class SamplingParams:
     """Report the chosen token's log-probability and this many of the likeliest alternatives."""
 
     def __post_init__(self) -> None:
+        for name in _WHOLE:
+            _check_number(name, getattr(self, name), Integral, "a whole number")
+        for name in _REAL:
+            _check_number(name, getattr(self, name), Real, "a number")
+        if not isinstance(self.stop_ids, tuple):
+            raise ValueError(f"stop_ids = {self.stop_ids!r}, expected a tuple of token ids")
+        for token in self.stop_ids:
+            _check_number("stop_ids", token, Integral, "token ids")
+        if self.logprobs is not None:
+            _check_number("logprobs", self.logprobs, Integral, "None or a whole number")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos = {self.ignore_eos!r}, expected True or False")
         checks: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
+            ("temperature", 0 <= self.temperature <= 1e6, "in [0, 1e6]"),
+            ("top_k", 0 <= self.top_k < 2**31, "in [0, 2^31) (0 keeps all)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "in [1e-6, 1e6]"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("seed", 0 <= self.seed <= MAX_SEED, f"in [0, {MAX_SEED}]"),
@@ -72,6 +85,22 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+_WHOLE = ("max_tokens", "top_k", "seed")
+_REAL = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def _check_number(name: str, value: object, kind: type, rule: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}, expected {rule}")
 
 
 @dataclass(frozen=True)
@@ -111,4 +140,13 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_context: int, na
             raise ValueError(
                 f"{name}: token id {token} at position {position} is outside the vocabulary "
                 f"0..{vocab_size - 1}"
+            )
+
+
+def check_stop_ids(sampling: SamplingParams, *, vocab_size: int, name: str) -> None:
+    """Refuse stop ids that can never come. Raises ValueError that begins with `name`."""
+    for token in sampling.stop_ids:
+        if token >= vocab_size:
+            raise ValueError(
+                f"{name}: stop id {token} is outside the vocabulary 0..{vocab_size - 1}"
             )

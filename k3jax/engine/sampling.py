@@ -13,6 +13,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from k3jax.engine.request import SamplingParams
 from k3jax.state.spans import HostOrDevice
 
+_COLDEST = 1e-20
+"""Colder temperatures count as this one, which already leaves only exact ties."""
+
 
 class SamplingInputs(struct.PyTreeNode):
     """`SamplingParams` of every row as arrays."""
@@ -85,8 +88,9 @@ def sample(logits: Float32[Array, "row vocab"], inputs: SamplingInputs) -> Int32
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> Array:
-        warm = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
-        scaled = logits / warm
+        # The likeliest at 0 and a smallest divisor: no temperature makes it overflow to NaN.
+        warm = jnp.maximum(inputs.temperature, _COLDEST)[:, None]
+        scaled = (logits - logits.max(-1, keepdims=True)) / warm
         filtering = (inputs.min_p > 0) | (inputs.top_k > 0) | (inputs.top_p < 1)
         scaled = jax.lax.cond(filtering.any(), lambda: _filter(scaled, inputs), lambda: scaled)
         seed, generated = jnp.asarray(inputs.seed), jnp.asarray(inputs.generated)
