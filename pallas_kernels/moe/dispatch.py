@@ -1,9 +1,11 @@
 """Checks of the routed experts and the choice of their form."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.moe.reference import Activation, Weight, experts_dense
+from pallas_kernels.moe.capacity_xla import experts_by_capacity
+from pallas_kernels.moe.reference import Activation, Weight
 
 
 def experts(
@@ -36,7 +38,9 @@ def experts(
             f"indices {indices.shape} and weights {weights.shape} must both be "
             f"[{x.shape[0]} rows, choices]"
         )
-    return experts_dense(x, indices, weights, gate_up, down, activation, valid=valid)
+    if valid is None:
+        valid = jnp.ones(x.shape[0], jnp.bool_)
+    return experts_by_capacity(x, indices, weights, gate_up, down, activation, valid)
 
 
 def _logical(weight: Weight) -> tuple[int, ...]:
