@@ -1,16 +1,22 @@
 """Checks of the three products and the choice of their form."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from pallas_kernels.linear.linear_xla import linear_cpu, linear_cpu_bfloat16
+from pallas_kernels.linear.packed_xla import int8_product, mxfp4_product, unpack_mxfp4
 from pallas_kernels.linear.reference import (
     MXFP4_BLOCK,
     decode_int8,
     decode_mxfp4,
     linear_reference,
 )
+
+PACKED_ROWS = 4
+"""Rows up to which a packed weight is decoded in the loop that sums; above, once into floats."""
 
 
 def linear(x: Float[Array, "*row in"], w: Float[Array, "out in"]) -> Float[Array, "*row out"]:
@@ -35,7 +41,10 @@ def linear_mxfp4(
     values: UInt8[Array, "out half_in"],
     scales: UInt8[Array, "out block"],
 ) -> Float[Array, "*row out"]:
-    """`x wᵀ` for a weight in the released MXFP4 packing (see `decode_mxfp4`)."""
+    """`x wᵀ` for a weight in the released MXFP4 packing, summed in float32, in the dtype of x.
+
+    On CPU block scales below 2^-126 count as zero (`decode_mxfp4` keeps them).
+    """
     width = values.shape[-1] * 2
     _check_input(x, values.shape, width)
     if scales.shape != (values.shape[0], width // MXFP4_BLOCK) or width % MXFP4_BLOCK:
@@ -43,17 +52,41 @@ def linear_mxfp4(
             f"MXFP4 scales {scales.shape} do not cover packed values {values.shape}: "
             f"one scale per {MXFP4_BLOCK} inputs"
         )
-    return linear_reference(x, decode_mxfp4(values, scales))
+    if jax.default_backend() != "cpu":
+        return linear_reference(x, decode_mxfp4(values, scales))
+    return _packed(x, values, scales, mxfp4_product, unpack_mxfp4)
 
 
 def linear_int8(
     x: Float[Array, "*row in"], values: Int8[Array, "out in"], scales: Float[Array, "out"]
 ) -> Float[Array, "*row out"]:
-    """`x wᵀ` for int8 weights with one float32 scale per output channel."""
+    """`x wᵀ` for int8 weights with one float32 scale per output channel, in the dtype of x.
+
+    On CPU up to `PACKED_ROWS` rows are rounded to 14 bits or more per 1024 inputs.
+    """
     _check_input(x, values.shape, values.shape[-1])
     if scales.shape != values.shape[:1]:
         raise ValueError(f"int8 scales {scales.shape} do not match {values.shape[0]} outputs")
-    return linear_reference(x, decode_int8(values, scales))
+    if jax.default_backend() != "cpu":
+        return linear_reference(x, decode_int8(values, scales))
+    return _packed(x, values, scales, int8_product, decode_int8)
+
+
+def _packed(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    decode: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) > PACKED_ROWS:
+        # Tied to x, or XLA decodes all weights of a program first and holds them in float32.
+        rows, values, scales = jax.lax.optimization_barrier((rows, values, scales))
+        out = linear(rows, jax.lax.optimization_barrier(decode(values, scales)))
+    else:
+        out = product(values[None], scales[None], rows).astype(x.dtype)
+    return out.reshape(*x.shape[:-1], values.shape[0])
 
 
 def _check_input(x: jax.Array, shape: tuple[int, ...], width: int) -> None:
