@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from k3jax.bundled import weights_folder
 from k3jax.cli.arguments import Subparsers
 
 _EXAMPLES = """\
@@ -37,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         ),
         epilog=_EXAMPLES,
     )
-    parser.add_argument("source", metavar="SRC", help="folder of the model to read")
+    parser.add_argument("source", metavar="SRC", help="model folder to read, or k3-nano")
     parser.add_argument("target", metavar="DST", help="folder to write; it may not hold a model")
     parser.add_argument(
         "--to",
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from k3jax.weights.load import stored_dtype
     from k3jax.weights.model_folder import check_free
 
-    source, target = Path(args.source), Path(args.target)
+    source, target = weights_folder(args.source), Path(args.target)
     check_free(target)  # before minutes of loading
     dtype = args.dtype or stored_dtype(source)
     params, config = load_model(source, dtype=dtype, dequantize_experts=args.dequantize)

@@ -5,11 +5,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from k3jax.bundled import weights_folder
 from k3jax.cli.arguments import Subparsers
 
 _EXAMPLES = """\
 examples:
-  k3jax info ~/models/Kimi-K3
+  k3jax info k3-nano
   k3jax info ~/models/Kimi-K3 --json | python3 -m json.tool
 """
 
@@ -25,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         ),
         epilog=_EXAMPLES,
     )
-    parser.add_argument("weights", metavar="WEIGHTS", help="folder of a released or native model")
+    parser.add_argument("weights", metavar="WEIGHTS", help="model folder, or k3-nano")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report as aligned lines, or as one JSON object."""
     from k3jax.weights.summary import summarize
 
-    report = summarize(args.weights)
+    report = summarize(weights_folder(args.weights))
     if args.json:
         print(json.dumps(report))
         return 0

@@ -1,0 +1,46 @@
+"""The WEIGHTS argument of subcommands that run a model, and what it loads."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from k3jax.model.params import K3Params
+    from k3jax.text_model import TextModel
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare WEIGHTS, --dtype and --dequantize."""
+    parser.add_argument(
+        "weights",
+        metavar="WEIGHTS",
+        help="model folder with its tokenizer, or k3-nano for the bundled model",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of matrices and state (default: float32, or as a native folder stores them)",
+    )
+    parser.add_argument(
+        "--dequantize", action="store_true", help="turn packed experts into plain floats"
+    )
+
+
+def open_text_model(weights: str) -> TextModel:
+    """All of the model but its weights. Raises as `TextModel.open`."""
+    from k3jax.text_model import TextModel
+
+    return TextModel.open(weights)
+
+
+def load_params(
+    model: TextModel, *, dtype: str | None = None, dequantize: bool = False
+) -> K3Params:
+    """The model's weights, with a progress bar on a terminal. Raises as `load_model`."""
+    from k3jax.cli.compilation_cache import enable_compilation_cache
+    from k3jax.weights import load_model
+
+    enable_compilation_cache()
+    params, _ = load_model(model.folder, dtype=dtype, dequantize_experts=dequantize)
+    return params
