@@ -107,9 +107,7 @@ def step_case(
     prefill = kind == "prefill"
     pages = -(-(tokens if prefill else 2 * CONTEXT) // PAGE_SIZE)
     state = StepState(
-        decode=DecodeState.init(
-            config, num_slots=rows, num_pages=rows * pages, page_size=PAGE_SIZE
-        )
+        decode=DecodeState.init(config, num_slots=rows, num_pages=rows * pages, page_size=PAGE_SIZE)
     )
     rng = np.random.default_rng(rows * 10000 + tokens)
     ids = rng.integers(0, config.vocab_size, (rows, tokens)).astype(np.int32)
@@ -189,9 +187,7 @@ def measure(
         for case in cases:
             seconds.setdefault(case, []).append(case.run())
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    rate = {
-        name: amount / statistics.median(seconds[name]) for name, (_, amount) in limits.items()
-    }
+    rate = {name: amount / statistics.median(seconds[name]) for name, (_, amount) in limits.items()}
     active = active_parameters(config)
     rows = []
     for case in cases:
