@@ -3,11 +3,16 @@
 ``reference`` states the equations. The functions here check shapes and dtypes at trace time, so a
 mistake is a ``ValueError`` that names the argument, and then call the XLA implementation.
 
-Axes: ``B`` rows, ``T`` tokens, ``H`` heads, ``K`` key channels, ``V`` value channels, ``C`` convolution
-channels, ``W`` convolution taps, ``slots`` places in a state pool. Everything is computed in float32;
-states are float32 and key-first (``[..., K, V]``; Hugging Face caches store them value-first).
+Axes: ``B`` rows, ``T`` tokens, ``H`` heads, ``K`` key channels, ``V`` value channels, ``C``
+convolution channels, ``W`` convolution taps, ``slots`` places in a state pool. Everything is
+computed in float32; states are float32 and key-first (``[..., K, V]``; Hugging Face caches are
+value-first).
 """
 
+import math
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -25,7 +30,16 @@ __all__ = [
     "log_decay_gate",
 ]
 
-DEFAULT_CHUNK_SIZE = 32
+
+class Tuning(NamedTuple):
+    """How ``kda_chunk`` cuts its work on a kind of device; see ``chunk_xla.kda_chunk``."""
+
+    chunk_size: int
+    block_elements: int
+
+
+CPU_TUNING = Tuning(chunk_size=16, block_elements=2**19)
+DEVICE_TUNING = Tuning(chunk_size=64, block_elements=2**25)
 
 
 def kda_chunk(
@@ -36,28 +50,45 @@ def kda_chunk(
     beta: Float[Array, "B T H"],
     initial_state: Float[Array, "B H K V"] | None = None,
     *,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    chunk_size: int | None = None,
+    log_decay_bound: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """Run whole sequences through the gated delta rule; outputs and final state in float32.
 
-    Same result as ``kda_recurrent``, for any ``T`` and any ``log_decay`` ≤ 0, by chunks of
-    ``chunk_size`` tokens (a power of two). ``q`` and ``k`` come normalised (``l2_norm``) and ``q``
-    scaled by ``K ** -0.5``; ``initial_state`` None means zeros. Differentiable.
+    Same result as ``kda_recurrent``, for any ``T`` and any ``log_decay`` ≤ 0. ``q`` and ``k`` come
+    normalised (``l2_norm``) and ``q`` scaled by ``K ** -0.5``; ``initial_state`` None means zeros.
+    Differentiable.
+
+    ``log_decay_bound`` is the caller's promise that no ``log_decay`` is below it (K3's
+    ``gate_lower_bound``, −5), which saves a quarter of the time; breaking it gives infinities. None
+    promises nothing. ``chunk_size`` is a power of two; None takes the one measured fastest on CPU,
+    and a larger one for other devices.
 
     Padding is the caller's to mask, on either side or in between: a token with ``log_decay = 0``,
-    ``beta = 0`` and ``k = 0`` leaves the state exactly as it was. Its ``q`` and ``v`` must be finite
-    (zero them too): a NaN times zero is still a NaN. Its output means nothing.
+    ``beta = 0`` and ``k = 0`` leaves the state exactly as it was. Its ``q`` and ``v`` must be
+    finite (zero them too): a NaN times zero is still a NaN. Its output means nothing.
     """
     _check_tokens(("B", "T", "H"), q, k, v, log_decay, beta)
+    tuning = CPU_TUNING if jax.default_backend() == "cpu" else DEVICE_TUNING
+    chunk_size = tuning.chunk_size if chunk_size is None else chunk_size
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size is {chunk_size}; it must be a power of two")
+    if log_decay_bound is not None and not -math.inf < log_decay_bound <= 0.0:
+        raise ValueError(
+            f"log_decay_bound is {log_decay_bound}; it must be finite and not positive"
+        )
     rows, _, heads, key_dim = k.shape
     state_shape = (rows, heads, key_dim, v.shape[-1])
     if initial_state is None:
         initial_state = jnp.zeros(state_shape, jnp.float32)
     _check_state("initial_state", initial_state, state_shape)
-    inputs = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    return chunk_xla.kda_chunk(*inputs, initial_state, chunk_size=chunk_size)
+    return chunk_xla.kda_chunk(
+        *_as_float32(q, k, v, log_decay, beta),
+        initial_state,
+        chunk_size=chunk_size,
+        log_decay_bound=log_decay_bound,
+        block_elements=tuning.block_elements,
+    )
 
 
 def kda_step(
@@ -74,8 +105,7 @@ def kda_step(
     """
     _check_tokens(("B", "H"), q, k, v, log_decay, beta)
     _check_state("state", state, (*k.shape, v.shape[-1]))
-    inputs = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
-    return step_xla.kda_step(*inputs, state)
+    return step_xla.kda_step(*_as_float32(q, k, v, log_decay, beta), state)
 
 
 def kda_decode(
@@ -91,18 +121,20 @@ def kda_decode(
     """Advance every row by one token, its state living in a pool.
 
     Row ``b`` starts from ``state_pool[read_slots[b]]``, or from zeros where ``read_slots[b]`` is
-    negative, and its new state goes to ``write_slots[b]``, or nowhere where that is negative or past
-    the pool (a padding row). Reading one slot and writing another leaves the first untouched, which is
-    how a row continues from a checkpoint. ``read_slots`` must be below ``slots``. No slot may be written
-    twice in one call, nor written by one row and read by another; neither is checked.
+    negative, and its new state goes to ``write_slots[b]``, or nowhere where that is negative or
+    past the pool (a padding row). Reading one slot and writing another leaves the first untouched,
+    which is how a row continues from a checkpoint. ``read_slots`` must be below ``slots``. No slot
+    may be written twice in one call, nor written by one row and read by another; neither is
+    checked.
 
-    The pool is updated in place when the caller's ``jit`` donates it: nothing of its size is copied.
+    The pool is updated in place when the caller's ``jit`` donates it: nothing of its size is
+    copied.
     """
     _check_tokens(("B", "H"), q, k, v, log_decay, beta)
     _check_state("state_pool", state_pool, (*state_pool.shape[:1], *k.shape[1:], v.shape[-1]))
     for name, slots in (("read_slots", read_slots), ("write_slots", write_slots)):
         _check_integers(name, slots, k.shape[0])
-    inputs = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
+    inputs = _as_float32(q, k, v, log_decay, beta)
     return step_xla.kda_decode(*inputs, state_pool, read_slots, write_slots)
 
 
@@ -112,13 +144,13 @@ def causal_conv(
     weight: Float[Array, "C W"],
     lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W-1 C"]]:
-    """Depthwise causal convolution and SiLU; returns the outputs in ``x``'s dtype and the new window.
+    """Depthwise causal convolution and SiLU; returns outputs in ``x``'s dtype and the new window.
 
-    ``window`` holds each row's last ``W − 1`` raw inputs, oldest first, zeros for a fresh row; the new
-    window holds those before token ``lengths[b]``, in the window's dtype. Rows are right-padded: outputs
-    from ``lengths[b]`` on are zero whatever the padding holds, and a length of 0 keeps the window. The
-    sum is float32. ``weight`` is the checkpoint's ``[C, 1, W]`` without its middle axis, last tap on the
-    current token.
+    ``window`` holds each row's last ``W − 1`` raw inputs, oldest first, zeros for a fresh row; the
+    new window holds those before token ``lengths[b]``, in the window's dtype. Rows are
+    right-padded: outputs from ``lengths[b]`` on are zero whatever the padding holds, and a length
+    of 0 keeps the window. The sum is float32. ``weight`` is the checkpoint's ``[C, 1, W]`` without
+    its middle axis, last tap on the current token.
     """
     if x.ndim != 3:
         raise ValueError(f"x has shape {x.shape}; it must be [B, T, C]")
@@ -132,9 +164,18 @@ def causal_conv(
     return conv_xla.causal_conv(x, window, weight, lengths)
 
 
+def _as_float32(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array
+) -> tuple[Array, Array, Array, Array, Array]:
+    def wide(x: Array) -> Array:
+        return x.astype(jnp.float32)
+
+    return wide(q), wide(k), wide(v), wide(log_decay), wide(beta)
+
+
 def _check_tokens(
     lead: tuple[str, ...], q: Array, k: Array, v: Array, log_decay: Array, beta: Array
-):
+) -> None:
     rank = len(lead) + 1
     if k.ndim != rank:
         raise ValueError(f"k has shape {k.shape}; it must be [{', '.join(lead)}, K]")
@@ -147,13 +188,13 @@ def _check_tokens(
         raise ValueError(f"beta has shape {beta.shape}; it must be {k.shape[:-1]}")
 
 
-def _check_state(name: str, state: Array, shape: tuple[int, ...]):
+def _check_state(name: str, state: Array, shape: tuple[int, ...]) -> None:
     if state.shape != shape:
         raise ValueError(f"{name} has shape {state.shape}; it must be key-first, {shape}")
     if state.dtype != jnp.float32:
         raise ValueError(f"{name} is {state.dtype}; recurrent states are float32")
 
 
-def _check_integers(name: str, x: Array, rows: int):
+def _check_integers(name: str, x: Array, rows: int) -> None:
     if x.shape != (rows,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} is {x.dtype}{x.shape}; it must be one integer per row, ({rows},)")

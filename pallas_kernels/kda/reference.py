@@ -2,8 +2,8 @@
 
 Every faster path is tested against this file. All maths is float32 whatever the inputs' dtype.
 
-Axes: ``B`` rows, ``T`` tokens, ``H`` heads, ``K`` key channels, ``V`` value channels, ``C`` convolution
-channels, ``W`` convolution taps.
+Axes: ``B`` rows, ``T`` tokens, ``H`` heads, ``K`` key channels, ``V`` value channels, ``C``
+convolution channels, ``W`` convolution taps.
 
 Source: the released ``modeling_kimi_linear.py`` and the K3 technical report, equations 3 to 7.
 """
@@ -34,13 +34,13 @@ def kda_recurrent(
         o_t = Sᵀ q_t                          reads the state after the update
 
     ``q`` and ``k`` are already normalised (``l2_norm``) and ``q`` is scaled by ``K ** -0.5``.
-    A token with ``k = 0``, ``log_decay = 0``, ``beta = 0`` and a finite ``v`` leaves ``S`` as it is.
+    A token with ``k = 0``, ``log_decay = 0``, ``beta = 0`` and a finite ``v`` keeps ``S`` as it is.
     """
     rows, _, heads, key_dim = k.shape
     if initial_state is None:
         initial_state = jnp.zeros((rows, heads, key_dim, v.shape[-1]), jnp.float32)
 
-    def token(state, inputs):
+    def token(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         q_t, k_t, v_t, g_t, beta_t = inputs
         state = state * jnp.exp(g_t)[..., None]
         error = v_t - jnp.einsum("bhkv,bhk->bhv", state, k_t, precision=HIGHEST)

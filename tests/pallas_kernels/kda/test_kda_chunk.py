@@ -1,4 +1,4 @@
-"""The chunked path equals the recurrence for every length, decay and key, and may be cut anywhere."""
+"""The chunked path equals the recurrence for all lengths, decays and keys, however it is cut."""
 
 from functools import partial
 
@@ -8,38 +8,87 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kda
+from pallas_kernels.kda import chunk_xla
 from tests.pallas_kernels.kda.oracle import GATES, kda_inputs, recurrence, relative_error
 
-chunk = jax.jit(kda.kda_chunk, static_argnames="chunk_size")
+chunk = jax.jit(kda.kda_chunk, static_argnames=("chunk_size", "log_decay_bound"))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 15, 16, 17, 31, 33, 37, 63, 64, 65, 101, 130])
-def test_any_length_equals_the_recurrence(tokens):
+def masked(tokens, keep):
+    """What a caller does to the tokens outside ``keep`` [B, T]: everything zero."""
+    return [np.where(keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), x, 0.0) for x in tokens]
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 37, 130])
+def test_any_length_equals_the_recurrence(tokens, bound):
     inputs = kda_inputs(np.random.default_rng(tokens), 2, tokens, 3, 16, 24)
     want_out, want_state = recurrence(*inputs)
-    out, state = chunk(*inputs)
+    out, state = chunk(*inputs, log_decay_bound=bound)
     assert relative_error(out, want_out) < 2e-6
     assert relative_error(state, want_state) < 2e-6
 
 
+def test_every_length_to_130_equals_the_recurrence_when_the_rest_is_masked():
+    *tokens, state = kda_inputs(np.random.default_rng(4), 1, 130, 2, 16, 16, keys="repeated")
+    want_out, _ = recurrence(*tokens, state)
+    want_state = state
+    for length in range(1, 131):
+        keep = np.arange(130)[None] < length
+        out, got = chunk(*masked(tokens, keep), state, log_decay_bound=-5.0)
+        _, want_state = recurrence(*(x[:, length - 1 : length] for x in tokens), want_state)
+        assert relative_error(out[:, :length], want_out[:, :length]) < 2e-6
+        assert relative_error(got, want_state) < 2e-6
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("chunk_size", [1, 2, 8, 16, 32, 64])
-def test_any_chunk_size_equals_the_recurrence(chunk_size):
+def test_any_chunk_size_equals_the_recurrence(chunk_size, bound):
     inputs = kda_inputs(np.random.default_rng(5), 1, 67, 2, 16, 16)
     want_out, want_state = recurrence(*inputs)
-    out, state = chunk(*inputs, chunk_size=chunk_size)
+    out, state = chunk(*inputs, chunk_size=chunk_size, log_decay_bound=bound)
     assert relative_error(out, want_out) < 2e-6
     assert relative_error(state, want_state) < 2e-6
 
 
 @pytest.mark.parametrize("keys", ["random", "repeated"])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("chunk_size", [16, 32, 64])
-def test_any_decay_and_keys_equal_the_recurrence(gate, keys, chunk_size):
+@pytest.mark.parametrize(
+    ("gate", "bound"),
+    [(gate, None) for gate in GATES] + [("mixed", -5.0), ("bound", -5.0), ("slow", -5.0)],
+)
+def test_any_decay_and_keys_equal_the_recurrence(gate, keys, bound):
     inputs = kda_inputs(np.random.default_rng(6), 1, 130, 2, 64, 32, gate, keys)
     want_out, want_state = recurrence(*inputs)
-    out, state = chunk(*inputs, chunk_size=chunk_size)
-    assert relative_error(out, want_out) < 3e-6
-    assert relative_error(state, want_state) < 3e-6
+    for chunk_size in (16, 64) if bound is None else (16,):
+        out, state = chunk(*inputs, chunk_size=chunk_size, log_decay_bound=bound)
+        assert relative_error(out, want_out) < 3e-6
+        assert relative_error(state, want_state) < 3e-6
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6])
+@pytest.mark.parametrize("block_elements", [1, 1000, 5000])
+def test_cutting_the_work_into_blocks_changes_nothing(rows, block_elements):
+    inputs = kda_inputs(np.random.default_rng(7), rows, 53, 2, 16, 24)
+    cut, whole = (
+        partial(chunk_xla.kda_chunk, chunk_size=8, log_decay_bound=-5.0, block_elements=n)
+        for n in (block_elements, 10**9)
+    )
+    for got, want in zip(jax.jit(cut)(*inputs), jax.jit(whole)(*inputs), strict=True):
+        assert relative_error(got, want) < 1e-6
+
+
+def test_no_tokens_keep_the_state():
+    *tokens, state = kda_inputs(np.random.default_rng(8), 2, 0, 2, 16, 24)
+    out, new_state = kda.kda_chunk(*tokens, state)
+    assert out.shape == (2, 0, 2, 24)
+    np.testing.assert_array_equal(new_state, state)
+
+
+def test_the_operator_maps_over_a_new_axis():
+    inputs = kda_inputs(np.random.default_rng(9), 6, 19, 2, 16, 16)
+    split = [x.reshape(2, 3, *x.shape[1:]) for x in inputs]
+    for got, want in zip(jax.jit(jax.vmap(kda.kda_chunk))(*split), chunk(*inputs), strict=True):
+        assert relative_error(np.reshape(got, want.shape), want) < 1e-6
 
 
 def test_decays_of_every_size_meet_in_one_sequence():
@@ -52,14 +101,15 @@ def test_decays_of_every_size_meet_in_one_sequence():
     assert relative_error(state, want_state) < 3e-6
 
 
-@pytest.mark.parametrize("cuts", [(1,), (37,), (64,), (3, 4, 64, 90), (32, 64, 96)])
-def test_any_partition_gives_the_same_outputs_and_state(cuts):
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("cuts", [(1,), (37,), (16, 64), (3, 4, 64, 90)])
+def test_any_partition_gives_the_same_outputs_and_state(cuts, bound):
     *tokens, state = kda_inputs(np.random.default_rng(8), 2, 97, 3, 16, 16)
-    whole_out, whole_state = chunk(*tokens, state)
+    whole_out, whole_state = chunk(*tokens, state, log_decay_bound=bound)
     pieces = []
     for start, end in zip((0, *cuts), (*cuts, 97), strict=True):
         piece = [x[:, start:end] for x in tokens]
-        out, state = chunk(*piece, state)
+        out, state = chunk(*piece, state, log_decay_bound=bound)
         pieces.append(out)
     assert relative_error(np.concatenate(pieces, axis=1), whole_out) < 2e-6
     assert relative_error(state, whole_state) < 2e-6
@@ -71,16 +121,12 @@ def test_no_initial_state_means_zeros():
         np.testing.assert_array_equal(got, want)
 
 
-def masked(tokens, keep):
-    """What a caller does to the tokens outside ``keep`` [B, T]: everything zero."""
-    return [np.where(keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), x, 0.0) for x in tokens]
-
-
-def test_a_masked_row_keeps_its_state_bit_for_bit():
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_a_masked_row_keeps_its_state_bit_for_bit(bound):
     *tokens, state = kda_inputs(np.random.default_rng(10), 3, 53, 2, 16, 16)
     keep = np.ones((3, 53), bool)
     keep[1] = False
-    _, new_state = chunk(*masked(tokens, keep), state)
+    _, new_state = chunk(*masked(tokens, keep), state, log_decay_bound=bound)
     np.testing.assert_array_equal(new_state[1], state[1])
     assert np.all(np.asarray(new_state[0]) != state[0])
 
@@ -122,10 +168,16 @@ def test_outputs_do_not_depend_on_later_tokens():
     np.testing.assert_array_equal(chunk(*later, state)[0][:, :44], out[:, :44])
 
 
-@pytest.mark.parametrize("gate", ["mixed", "unbounded", "slow"])
-def test_gradients_equal_those_of_the_recurrence(gate):
+@pytest.mark.parametrize(
+    ("gate", "bound", "block_elements"),
+    [("mixed", -5.0, 10**9), ("slow", -5.0, 1), ("unbounded", None, 10**9), ("mixed", None, 2000)],
+)
+def test_gradients_equal_those_of_the_recurrence(gate, bound, block_elements):
     inputs = kda_inputs(np.random.default_rng(17), 2, 45, 2, 16, 8, gate)
     weights = np.random.default_rng(18).standard_normal((2, 45, 2, 8)).astype(np.float32)
+    chunked = partial(
+        chunk_xla.kda_chunk, chunk_size=16, log_decay_bound=bound, block_elements=block_elements
+    )
 
     def loss(operator, *arrays):
         out, state = operator(*arrays)
@@ -133,7 +185,7 @@ def test_gradients_equal_those_of_the_recurrence(gate):
 
     grad = [
         jax.jit(jax.grad(partial(loss, operator), argnums=tuple(range(6))))(*inputs)
-        for operator in (kda.kda_chunk, kda.kda_recurrent)
+        for operator in (chunked, kda.kda_recurrent)
     ]
     for got, want in zip(*grad, strict=True):
         assert relative_error(got, want) < 2e-5
@@ -163,9 +215,12 @@ def test_a_wrong_shape_is_named(position, shape, message):
         kda.kda_chunk(*inputs)
 
 
-def test_a_narrow_state_and_an_odd_chunk_are_refused():
+def test_a_narrow_state_and_meaningless_settings_are_refused():
     *tokens, state = kda_inputs(np.random.default_rng(21), 1, 9, 2, 16, 16)
     with pytest.raises(ValueError, match="initial_state is bfloat16"):
         kda.kda_chunk(*tokens, jnp.asarray(state, jnp.bfloat16))
     with pytest.raises(ValueError, match="chunk_size is 24"):
         kda.kda_chunk(*tokens, state, chunk_size=24)
+    for bound in (5.0, -np.inf, np.nan):
+        with pytest.raises(ValueError, match="log_decay_bound is"):
+            kda.kda_chunk(*tokens, state, log_decay_bound=bound)
