@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     from k3jax.cli.conversation import model_source
     from k3jax.cli.demo_show import DemoShow
 
+    if not args.json:
+        print(f"{BUNDLED} at work; the first run compiles, for up to a minute\n", flush=True)
     with CompileClock() as clock:
         show = DemoShow(None if args.json else sys.stdout)
         items = show.run(model, model_source(model, params), clock.running)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TextIO
@@ -17,7 +16,7 @@ _MAX_TOKENS = 480
 """For every item, so that prompts of at most 544 tokens share one decode program."""
 
 _SHOWN = 240
-"""Characters of a question that are printed."""
+"""Characters of a question that are printed, besides its last sentence."""
 
 
 class DemoShow:
@@ -67,9 +66,9 @@ class DemoShow:
         return report
 
     def _ask(self, conversation: Conversation, who: str, message: dict[str, Any]) -> Turn:
-        text = textwrap.shorten(message["content"], _SHOWN, placeholder=" …")
-        if text != message["content"]:
-            text += message["content"][-20:]
+        text = message["content"]
+        if len(text) > _SHOWN:
+            text = f"{text[:_SHOWN].rpartition(' ')[0]} … {text.rpartition('. ')[2]}"
         self._line(self._style.dim(f"{who}: ") + text)
         if self._printer is None:
             return conversation.ask([message], lambda deltas: None)
