@@ -38,6 +38,7 @@ def kda(
     """
     rows, tokens, _ = x.shape
     heads, key = config.kda_num_heads, config.kda_head_dim
+    bound = config.kda_gate_lower_bound
     projected = matmul(x, params.qkv)
     if pools is None:
         window = jnp.zeros((rows, config.kda_conv_size - 1, 3 * heads * key), x.dtype)
@@ -52,7 +53,7 @@ def kda(
         low_rank.reshape(rows, tokens, heads, key),
         params.decay_log_scale,
         params.decay_bias,
-        config.kda_gate_lower_bound,
+        bound,
     )
     beta = jax.nn.sigmoid(matmul(x, params.beta).astype(jnp.float32))
     real = spans.token_mask(tokens)[..., None]
@@ -60,7 +61,7 @@ def kda(
     beta = jnp.where(real, beta, 0)
 
     if pools is None:
-        o, _ = kda_chunk(q, k, v, log_decay, beta, None)
+        o, _ = kda_chunk(q, k, v, log_decay, beta, None, log_decay_bound=bound)
     elif tokens == 1:
         writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
         o, matrices = kda_decode(
@@ -77,7 +78,7 @@ def kda(
         pools = (matrices, write_slots(pools[1], writes, window))
     else:
         initial = read_slots(pools[0], spans.read_slots)
-        o, final = kda_chunk(q, k, v, log_decay, beta, initial)
+        o, final = kda_chunk(q, k, v, log_decay, beta, initial, log_decay_bound=bound)
         writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
         pools = (write_slots(pools[0], writes, final), write_slots(pools[1], writes, window))
 
