@@ -1,11 +1,20 @@
 """Checks of the routed experts and the choice of their form."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.moe.capacity_xla import experts_by_capacity
+from pallas_kernels.moe.blocks_xla import experts_by_block
+from pallas_kernels.moe.grouped_xla import experts_by_group
+from pallas_kernels.moe.pairs_xla import experts_by_pair
 from pallas_kernels.moe.reference import Activation, Weight
+from pallas_kernels.moe.routing import sort_pairs
+
+PAIRS_PER_EXPERT = {"float": 2, "int8": 4, "mxfp4": 2}
+"""Up to so many pairs per expert, each pair reads its expert's weights for itself."""
 
 
 def experts(
@@ -23,7 +32,11 @@ def experts(
     gate_up is `[expert, 2·width, latent]`, gate rows first; down is `[expert, latent, width]`.
     Each is a float array or a (values, scales) pair: uint8 values in the released MXFP4 packing
     or int8 values with one float32 scale per output. activation(gate, up) is elementwise and
-    pure. Rows with valid False contribute zeros and may hold anything, even NaN.
+    pure. Rows with valid False give zeros, may hold anything, even NaN, and cost no reads.
+
+    Under differentiation (x, weights and float expert weights) the static form of `grouped_xla`
+    runs. Otherwise the form on CPU depends on the number of rows; a row's result does not depend
+    on what other rows hold beyond float rounding, and at few rows not at all.
     """
     count, double, latent = _logical(gate_up)
     if _logical(down) != (count, latent, double // 2):
@@ -40,12 +53,68 @@ def experts(
         )
     if valid is None:
         valid = jnp.ones(x.shape[0], jnp.bool_)
-    return experts_by_capacity(x, indices, weights, gate_up, down, activation, valid)
+    x = jnp.where(valid[:, None], x, 0)
+    return _experts(activation, x, indices, weights, gate_up, down, valid)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts(
+    activation: Activation,
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    valid: jax.Array,
+) -> jax.Array:
+    count = _logical(gate_up)[0]
+    routing = sort_pairs(indices, weights, valid, count)
+    if jax.default_backend() != "cpu":
+        return experts_by_group(x, routing, gate_up, down, activation, count)
+    per_expert = indices.size / count
+    if per_expert <= PAIRS_PER_EXPERT[_format(gate_up)]:
+        return experts_by_pair(x, routing, gate_up, down, activation)
+    block = 8 if per_expert <= 4 else 16 if per_expert <= 16 else 32
+    return experts_by_block(x, routing, gate_up, down, activation, count, block)
+
+
+def _forward(
+    activation: Activation,
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    valid: jax.Array,
+) -> tuple[jax.Array, Callable[..., tuple]]:
+    def grouped(x: jax.Array, weights: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+        count = _logical(gate_up)[0]
+        routing = sort_pairs(indices, weights, valid, count)
+        return experts_by_group(x, routing, gate_up, down, activation, count)
+
+    if isinstance(gate_up, tuple) or isinstance(down, tuple):
+        return jax.vjp(lambda x, weights: grouped(x, weights, gate_up, down), x, weights)
+    return jax.vjp(grouped, x, weights, gate_up, down)
+
+
+def _backward(activation: Activation, pull: Callable[..., tuple], cotangent: jax.Array) -> tuple:
+    dx, dweights, *rest = pull(cotangent)
+    dgate_up, ddown = rest or (None, None)
+    return dx, None, dweights, dgate_up, ddown, None
+
+
+_experts.defvjp(_forward, _backward)
+
+
+def _format(weight: Weight) -> str:
+    if not isinstance(weight, tuple):
+        return "float"
+    return "mxfp4" if weight[0].dtype == jnp.uint8 else "int8"
 
 
 def _logical(weight: Weight) -> tuple[int, ...]:
     if not isinstance(weight, tuple):
         return weight.shape
     values = weight[0]
-    packed = 2 if values.dtype == jax.numpy.uint8 else 1
+    packed = 2 if values.dtype == jnp.uint8 else 1
     return (*values.shape[:-1], values.shape[-1] * packed)

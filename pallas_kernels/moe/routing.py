@@ -1,0 +1,83 @@
+"""Which rows each expert serves: the (row, choice) pairs sorted by expert."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+
+class Routing(NamedTuple):
+    """Pairs in the order of their experts; those of padding rows come last, with weight zero."""
+
+    order: Int32[Array, "pair"]
+    """Pair numbers (row · choices + choice), sorted."""
+    experts: Int32[Array, "pair"]
+    """The sorted pairs' experts; after the last valid pair, that pair's expert again, so that
+    working past the end reads no further weights."""
+    places: Int32[Array, "row choice"]
+    """Where in the order each pair is."""
+    weights: Float[Array, "row choice"]
+    """Zero on padding rows."""
+    pairs: Int32[Array, ""]
+    """How many pairs are valid."""
+
+    @property
+    def choices(self) -> int:
+        """Experts per row."""
+        return self.weights.shape[1]
+
+    def sorted_experts(self, count: int) -> Int32[Array, "pair"]:
+        """The sorted pairs' experts, `count` for the pairs of padding rows."""
+        return jnp.where(jnp.arange(len(self.order)) < self.pairs, self.experts, count)
+
+    def sizes(self, count: int) -> Int32[Array, "expert"]:
+        """How many pairs each of `count` experts has."""
+        starts = jnp.searchsorted(self.sorted_experts(count), jnp.arange(count + 1))
+        return jnp.diff(starts).astype(jnp.int32)
+
+    def padded_length(self, chunk: int) -> int:
+        """Room for a chunk that starts at any pair."""
+        return self.order.shape[0] + chunk - 1
+
+    def slice(
+        self, start: jax.Array, length: int
+    ) -> tuple[Int32[Array, "pair"], Int32[Array, "pair"]]:
+        """Rows and experts of sorted pairs from `start`; past the end those of the last one."""
+        places = jnp.minimum(start + jnp.arange(length), jnp.maximum(self.pairs - 1, 0))
+        return self.order[places] // self.choices, self.experts[places]
+
+    def combine(self, sorted_out: Float[Array, "place latent"]) -> Float[Array, "row latent"]:
+        """Weighted sums of each row's pairs, zero on padding rows."""
+        terms = [
+            jnp.where(weight[:, None] == 0, 0, weight[:, None] * sorted_out[place])
+            for weight, place in zip(self.weights.T, self.places.T, strict=True)
+        ]
+        return functools.reduce(jax.lax.add, terms)
+
+
+def sort_pairs(
+    indices: Int32[Array, "row choice"],
+    weights: Float[Array, "row choice"],
+    valid: Bool[Array, "row"],
+    count: int,
+) -> Routing:
+    """Sorts the pairs of valid rows by expert; `count` is the number of experts."""
+    flat = jnp.where(valid[:, None], indices, count).reshape(-1).astype(jnp.int32)
+    alone = jnp.arange(len(flat), dtype=jnp.int32)
+    order = _argsort(flat) if len(indices) > 1 else alone
+    pairs = valid.sum(dtype=jnp.int32) * indices.shape[1]
+    within = jnp.minimum(jnp.arange(len(flat)), jnp.maximum(pairs - 1, 0))
+    experts = jnp.clip(flat[order[within]], 0, count - 1)
+    return Routing(
+        order=order,
+        experts=experts,
+        places=(_argsort(order) if len(indices) > 1 else alone).reshape(indices.shape),
+        weights=jnp.where(valid[:, None], weights, 0).astype(jnp.float32),
+        pairs=pairs,
+    )
+
+
+def _argsort(keys: Int32[Array, "pair"]) -> Int32[Array, "pair"]:
+    return jnp.argsort(keys, stable=True).astype(jnp.int32)
