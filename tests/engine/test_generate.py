@@ -243,14 +243,19 @@ def test_images_give_the_released_features(vision):
     np.testing.assert_allclose(found, golden["features"], atol=3e-4)
 
 
-def test_images_enter_the_prompt_in_order(vision):
+def test_images_enter_the_prompt_in_order_also_across_spans(vision, monkeypatch):
+    monkeypatch.setattr("k3jax.engine.generate.MAX_SPAN", 16)  # images begin and end in any span
     weights, config, golden = vision
     row = golden["expanded_input_ids"].reshape(-1).tolist()
     assert row.count(config.vision.media_token_id) == len(golden["features"])
     images = PromptImages(golden["features"])
-    once = SamplingParams(max_tokens=1)
+    once = SamplingParams(max_tokens=1, logprobs=5)
     (done,) = generate(weights, config, [row], once, images=[images])
-    assert done.tokens[0] == golden["logits"].reshape(-1, config.vocab_size)[-1].argmax()
+    logits = golden["logits"].reshape(-1, config.vocab_size)[-1].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum())
+    ids, values = zip(*done.logprobs[0].top, strict=True)
+    assert done.tokens[0] == ids[0] == logits.argmax()
+    np.testing.assert_allclose(values, expected[list(ids)], atol=1e-3)
 
 
 def test_images_that_do_not_fit_the_prompt_are_an_error(vision, tiny):
