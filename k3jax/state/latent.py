@@ -64,4 +64,6 @@ def gather(
     context = jnp.take(pool, spans.page_table, axis=0, mode="clip")
     context = context.reshape(rows, pages * page_size, -1)
     known = jnp.arange(pages * page_size) < (spans.starts + spans.lengths)[:, None]
-    return jnp.where(known[..., None], context, jnp.zeros((), pool.dtype))
+    context = jnp.where(known[..., None], context, jnp.zeros((), pool.dtype))
+    # Gathered once, not again inside each product that reads it.
+    return jax.lax.optimization_barrier(context)

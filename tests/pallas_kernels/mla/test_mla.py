@@ -1,0 +1,55 @@
+"""Both forms of latent attention equal the plain one, for any span, position and padding."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.mla import mla_absorbed, mla_expanded, prefers_expanded
+from pallas_kernels.mla.reference import mla_reference
+
+FORMS = {"absorbed": mla_absorbed, "expanded": mla_expanded}
+
+
+def random_case(rows, tokens, heads, context, seed=0, rank=24, nope=16, shared=8, value=12):
+    rng = np.random.default_rng([seed, rows, tokens, heads, context])
+    q = rng.normal(size=(rows, tokens, heads, nope + shared)).astype(np.float32)
+    latents = rng.normal(size=(rows, context, rank + shared)).astype(np.float32)
+    kv_up = rng.normal(size=(heads, nope + value, rank)).astype(np.float32)
+    starts = rng.integers(0, context - tokens + 1, rows).astype(np.int32)
+    return q, latents, kv_up, starts
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "heads", "context"),
+    [(1, 1, 1, 1), (1, 1, 8, 64), (3, 1, 5, 37), (16, 1, 8, 64), (2, 7, 3, 11), (1, 300, 2, 311)],
+)
+def test_form_equals_plain_attention(form, rows, tokens, heads, context):
+    case = random_case(rows, tokens, heads, context)
+    found = jax.jit(FORMS[form])(*case)
+    np.testing.assert_allclose(found, mla_reference(*case), atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_later_positions_do_not_matter(form):
+    q, latents, kv_up, starts = random_case(2, 3, 4, 29)
+    changed = latents.copy()
+    for row, start in enumerate(starts):
+        changed[row, start + 3 :] = 1e3
+    run = jax.jit(FORMS[form])
+    np.testing.assert_array_equal(run(q, latents, kv_up, starts), run(q, changed, kv_up, starts))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_that_do_not_fit_are_refused(form):
+    q, latents, kv_up, starts = random_case(2, 3, 4, 29)
+    with pytest.raises(ValueError, match=r"do not fit|does not match"):
+        FORMS[form](q[:, :, :3], latents, kv_up, starts)
+    with pytest.raises(ValueError, match=r"do not fit|does not match"):
+        FORMS[form](q, latents[..., :20], kv_up, starts)
+
+
+def test_long_spans_expand_and_single_tokens_absorb():
+    sizes = {"rank": 512, "nope": 128, "shared": 64, "value": 128}
+    assert not prefers_expanded(tokens=1, context=4096, **sizes)
+    assert prefers_expanded(tokens=512, context=512, **sizes)
