@@ -38,7 +38,7 @@ class Tuning(NamedTuple):
     block_elements: int
 
 
-CPU_TUNING = Tuning(chunk_size=16, block_elements=2**19)
+CPU_TUNING = Tuning(chunk_size=16, block_elements=2**18)
 DEVICE_TUNING = Tuning(chunk_size=64, block_elements=2**25)
 
 
