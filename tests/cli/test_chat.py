@@ -189,7 +189,8 @@ def test_real_model_answers_piped_lines(text_folder: Path, monkeypatch, capsys):
     assert run_main(monkeypatch, "Hi\n", str(text_folder), *options) == 0
     printed = capsys.readouterr()
     assert "(cut off after 1 tokens)" in printed.out
-    assert re.search(r"\[\d+ prompt tokens, 1 generated, first after .*compiling\]", printed.err)
+    cost = r"\[\d+ prompt tokens, 1 generated, first after \d+\.\d\d s(, \d+\.\d s compiling)?\]\n"
+    assert re.fullmatch(cost, printed.err)
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,7 @@ def test_images_enter_the_prompt_in_order_also_across_spans(vision, monkeypatch)
     (done,) = generate(weights, config, [row], once, images=[images])
     logits = golden["logits"].reshape(-1, config.vocab_size)[-1].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum())
+    assert done.logprobs is not None
     ids, values = zip(*done.logprobs[0].top, strict=True)
     assert done.tokens[0] == ids[0] == logits.argmax()
     np.testing.assert_allclose(values, expected[list(ids)], atol=1e-3)
