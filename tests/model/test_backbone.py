@@ -134,8 +134,9 @@ def test_a_changed_token_changes_nothing_before_it(tiny):
     changed[0, 23] = (changed[0, 23] + 1) % config.vocab_size
     run = jax.jit(backbone.forward_logits, static_argnums=1)
     before, after = run(weights, config, tokens), run(weights, config, changed)
-    np.testing.assert_array_equal(before[:, :23], after[:, :23])
-    assert np.abs(before[:, 23:] - after[:, 23:]).max(-1).min() > 1e-6
+    # Not bit for bit: the experts' product takes its form from the fullest expert of all tokens.
+    np.testing.assert_allclose(before[:, :23], after[:, :23], atol=1e-5)
+    assert np.abs(before[:, 23:] - after[:, 23:]).max(-1).min() > 1e-4
 
 
 def test_a_state_is_remembered_over_the_whole_sequence(tiny):
