@@ -30,7 +30,8 @@ def experts_by_pair(
 ) -> Float[Array, "row latent"]:
     """Pairs in order of their experts, a chunk at a time; those of padding rows are left out."""
     choices = routing.choices
-    chunk = choices * max(1, CHUNK // choices)
+    total = routing.order.shape[0]
+    chunk = min(total, choices * max(1, CHUNK // choices))
 
     def add_chunk(step: jax.Array, sorted_out: jax.Array) -> jax.Array:
         start = step * chunk
@@ -40,7 +41,7 @@ def experts_by_pair(
         return jax.lax.dynamic_update_slice_in_dim(sorted_out, y.astype(jnp.float32), start, 0)
 
     out = jnp.zeros((routing.padded_length(chunk), x.shape[1]), jnp.float32)
-    if routing.order.shape[0] <= chunk:
+    if total == chunk:
         return routing.combine(add_chunk(jnp.int32(0), out))
     return routing.combine(jax.lax.fori_loop(0, -(-routing.pairs // chunk), add_chunk, out))
 
