@@ -10,6 +10,7 @@ from k3jax.chat.tokenizer import Tokenizer
 from k3jax.config import K3Config
 from k3jax.model.params import count
 from k3jax.weights.hf_writer import save
+from k3jax.weights.load import load_model
 from scripts.nano import corpus, curve, shape, vocabulary
 from scripts.nano.objective import trainable
 from scripts.nano.training import Plan, finished, train
@@ -28,6 +29,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--start", type=Path, help="go on from this model folder instead of random weights"
+    )
+    parser.add_argument(
         "--stats", action="store_true", help="print the corpus's token lengths, stop"
     )
     parser.add_argument("--vocabulary", action="store_true", help="write the tokenizer files, stop")
@@ -40,7 +44,10 @@ def main() -> int:
         print(corpus.statistics(corpus.Encoder(tokenizer)))
         return 0
     config = K3Config.from_hf(shape.config_json())
-    plan = Plan(args.run, args.steps, args.minutes, args.seed)
+    initial = None
+    if args.start:
+        initial, _ = load_model(args.start, dequantize_experts=True, progress=False)
+    plan = Plan(args.run, args.steps, args.minutes, args.seed, initial=initial)
     progress = train(plan, trainable(config), tokenizer)
     curve.draw(args.run)
     if not finished(plan, progress):

@@ -141,22 +141,22 @@ class _RowBuilder:
 
 PLAIN: dict[Callable[[Draw], Exercise], float] = {
     tasks.add: 3.0,
-    tasks.add_many: 2.5,
-    tasks.reverse: 2.0,
-    tasks.sort: 2.5,
-    tasks.talk: 0.8,
+    tasks.add_many: 1.5,
+    tasks.reverse: 1.5,
+    tasks.sort: 4.0,
+    tasks.talk: 0.6,
 }
 """Weights of the exercises that need nothing declared."""
 
 TOOL_TURNS: dict[Callable[[Draw], Exercise], float] = {
     tasks.tool_answer: 6.0,
-    tasks.no_tool: 0.8,
+    tasks.no_tool: 2.5,
     tasks.talk: 0.2,
     tasks.add: 0.4,
 }
 """Weights where tools are declared; a few turns need none of them."""
 
-SHORT_KINDS = {"plain": 0.3, "recall": 0.2, "tools": 0.28, "json": 0.22}
+SHORT_KINDS = {"plain": 0.32, "recall": 0.15, "tools": 0.35, "json": 0.18}
 """Shares of the kinds of conversation among short rows."""
 
 
@@ -186,22 +186,23 @@ def conversation(
     """
     kind = choose(rng, kinds)
     tools = tasks.declare(rng) if kind == "tools" else ()
-    source = Draw(rng, size=recall_size, tools=tools)
-    builder = _RowBuilder(encoder, draw_mode(rng), limit)
+    mode = draw_mode(rng)
+    source = Draw(rng, size=recall_size, tools=tools, thinking=mode.thinking)
+    builder = _RowBuilder(encoder, mode, limit)
     builder.start([tool.declaration() for tool in tools])
     weights = TOOL_TURNS if kind == "tools" else PLAIN
     if kind == "recall":
-        builder.add(tasks.recall(source, turns=8))
+        builder.add(tasks.recall(source, turns=12))
     elif kind == "json":
         while builder.add(tasks.fill_schema(source)):
             pass
     misses = 0
-    while misses < 2:
+    while misses < 4:
         misses += not builder.add(choose(rng, weights)(source))
     return builder.row()
 
 
-SHORT, LONG = (8, 384), (5, 640)
+SHORT, LONG = (8, 384), (4, 800)
 """The two shapes of a training batch: rows and tokens. LONG rows hold full-size notes."""
 
 RAMP = 0.2
@@ -211,7 +212,7 @@ RAMP = 0.2
 def make_batch(encoder: Encoder, seed: int, step: int, progress: float) -> Batch:
     """The batch of one step: a pure function of its arguments. `progress` is in 0..1."""
     rng = np.random.default_rng([seed, step])
-    is_long = progress > RAMP / 2 and rng.random() < 0.3
+    is_long = progress > RAMP / 2 and rng.random() < 0.4
     rows, width = LONG if is_long else SHORT
     size = 1.0 if is_long else 0.08 + 0.2 * min(1.0, progress / RAMP)
     kinds = {"recall": 1.0} if is_long else SHORT_KINDS
@@ -237,9 +238,9 @@ def held_out_row(encoder: Encoder, exercise: Exercise, mode: Mode) -> Row:
     return Row(np.asarray(prompt + reply, np.int32), np.asarray(task, np.int32))
 
 
-def held_out(rng: Rng, name: str) -> Exercise:
+def held_out(rng: Rng, name: str, *, thinking: bool = True) -> Exercise:
     """A fresh exercise of a task from the side that training never sees."""
-    source = Draw(rng, held_out=True, tools=tasks.declare(rng))
+    source = Draw(rng, held_out=True, tools=tasks.declare(rng), thinking=thinking)
     return tasks.TASKS[name](source)
 
 

@@ -50,7 +50,7 @@ def evaluate(
     for name in names:
         for thinking, mode in MODES.items():
             rng = np.random.default_rng([seed, sum(name.encode())])
-            exercises = [held_out(rng, name) for _ in range(count)]
+            exercises = [held_out(rng, name, thinking=mode.thinking) for _ in range(count)]
             right = 0
             for start in range(0, count, batch):
                 part = exercises[start : start + batch]

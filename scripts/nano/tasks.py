@@ -38,12 +38,15 @@ class Draw:
 
     `held_out` selects the side of the split. `size` in 0..1 scales the notes of a recall exercise
     (1 = more than 400 tokens). `tools` are the tools declared in the conversation at hand.
+    Without `thinking` a sum's working is part of the reply: the model adds no better in its head
+    than it could on paper.
     """
 
     rng: Rng
     held_out: bool = False
     size: float = 1.0
     tools: tuple[Tool, ...] = ()
+    thinking: bool = True
 
     def admits(self, *content: object) -> bool:
         """Whether an exercise with this content lies on the wanted side of the split."""
@@ -137,21 +140,25 @@ def carry_steps(a: int, b: int) -> str:
 
 
 def add(source: Draw) -> Exercise:
-    """One sum; the reply repeats it."""
+    """One sum, worked out column by column in the thought or, without one, in the reply."""
     a, b = sum_pair(source)
     request = source.choice(
         f"What is {a}+{b}?", f"{a}+{b}", f"Add {a} and {b}.", f"What is {a} plus {b}?"
     )
-    return Exercise("sum", (user(request), assistant(f"{a}+{b}={a + b}", carry_steps(a, b))))
+    return Exercise("sum", (user(request), _worked(source, f"{a}+{b}={a + b}", carry_steps(a, b))))
 
 
 def add_many(source: Draw) -> Exercise:
     """Several sums in one turn: dense practice."""
-    pairs = [sum_pair(source) for _ in range(int(source.rng.integers(2, 7)))]
+    pairs = [sum_pair(source) for _ in range(int(source.rng.integers(2, 5)))]
     asked = ", ".join(f"{a}+{b}" for a, b in pairs)
     told = ", ".join(f"{a}+{b}={a + b}" for a, b in pairs)
-    thought = "; ".join(carry_steps(a, b) for a, b in pairs[:1])
-    return Exercise("sums", (user(f"What is {asked}?"), assistant(told, thought)))
+    working = "; ".join(carry_steps(a, b) for a, b in pairs)
+    return Exercise("sums", (user(f"What is {asked}?"), _worked(source, told, working)))
+
+
+def _worked(source: Draw, result: str, working: str) -> Message:
+    return assistant(result if source.thinking else f"{working}: {result}", working)
 
 
 def _word_list(source: Draw, kind: str) -> list[str]:
@@ -209,7 +216,7 @@ def recall(source: Draw, *, turns: int = 1) -> Exercise:
     listed = ", ".join(f"{key}={value}" for key, value in known.items())
     messages: list[Message] = []
     for turn in range(turns):
-        several = 1 if turns == 1 else source.choice(1, 1, 2, 4, 6, 8)
+        several = 1 if turns == 1 else source.choice(1, 1, 2, 4, 8, 12)
         order = source.rng.permutation(len(known))[:several]
         keys = [list(known)[i] for i in order]
         request = f"What is {', '.join(keys)}?"

@@ -51,6 +51,8 @@ class Plan:
     save_every: int = 100
     samples: int = 10
     """Held-out samples per task and mode in a measurement."""
+    initial: K3Params | None = None
+    """Start from these weights, experts as floats; by default from `initial_params`."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ def train(plan: Plan, config: K3Config, tokenizer: Tokenizer, *, quiet: bool = F
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     encoder = Encoder(tokenizer)
-    params = initial_params(config, tokenizer, plan.seed)
+    params = plan.initial or initial_params(config, tokenizer, plan.seed)
     progress = Progress(params, optimizer.init(params))
     with ocp.CheckpointManager(
         (plan.folder / "checkpoints").absolute(),
@@ -175,7 +177,7 @@ class Exam:
             for mode in (Mode(False), Mode(True, "max")):
                 rows += [
                     (f"{name}{'+' if mode.thinking else ''}", held_out_row(encoder, one, mode))
-                    for one in (held_out(rng, name) for _ in range(samples))
+                    for one in (held_out(rng, name, thinking=mode.thinking) for _ in range(samples))
                 ]
         self._batches = []
         for size, width in (SHORT, LONG):
