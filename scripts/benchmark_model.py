@@ -126,6 +126,7 @@ def step_case(
                 write_slots=slots,
                 page_table=table,
             ),
+            lanes=slots,
             emits=np.ones(rows, np.bool_),
             sampling=sampling,
         )

@@ -128,6 +128,7 @@ def decode_loop(
                 write_slots=slots,
                 page_table=page_table,
             ),
+            lanes=slots,
             emits=live,
             sampling=sampling.replace(generated=loop.counts),
         )

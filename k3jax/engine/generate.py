@@ -145,7 +145,9 @@ class _Batch:
                 page_size=PAGE_SIZE,
                 dtype=dtype or params.embed.dtype,
             ),
-            history=TokenHistory.init(self.rows, config.vocab_size) if penalized else None,
+            history=TokenHistory.of_prompts([*prompts, *[()] * padding], config.vocab_size)
+            if penalized
+            else None,
         )
         limit = _bucket(int(self.budgets.max()), 16)
         self.loop = Loop.init(self.lengths, self.budgets == 0, limit=limit, top=self.top)
@@ -172,6 +174,7 @@ class _Batch:
                     write_slots=slots,
                     page_table=self._table(start + width),
                 ),
+                lanes=slots,
                 emits=emits,
                 sampling=self.sampling,
                 images=None if features is None else ImageInputs(features, taken),

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from k3jax.engine.generate import PromptImages
 
 MAX_SEED = 2**63 - 1
 
@@ -17,6 +21,8 @@ class FinishReason(StrEnum):
     """A stop id was produced."""
     LENGTH = "length"
     """`max_tokens` or the model's context was reached."""
+    ABORT = "abort"
+    """The caller gave up."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,67 @@ class Completion:
     """Generated ids; with `finish_reason` STOP the last one is the stop id."""
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None)
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one sequence (structured output); lives on the host."""
+
+    def fork(self) -> TokenConstraint:
+        """A copy at its start: one for every choice."""
+        ...
+
+    def mask(self) -> bytes:
+        """Bit i % 32 of little-endian uint32 word i // 32 is set where token i may come next."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Advance by a sampled token."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete, `n` times.
+
+    Choice k draws with seed `sampling.seed + k`. Requests of smaller `priority` go first.
+    `images` replace the prompt's media tokens in order.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    priority: int = 0
+    images: PromptImages | None = None
+    constraint: TokenConstraint | None = None
+
+
+@dataclass(frozen=True)
+class RequestTiming:
+    """When a choice passed each stage, in seconds of `time.monotonic`."""
+
+    submitted: float
+    admitted: float
+    first_token: float
+    finished: float
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of one choice, or the end of a choice without a token."""
+
+    request_id: str
+    choice: int
+    token: int | None
+    """None when a choice ends without a token: aborted, or `max_tokens` is 0."""
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    """Set on the choice's last event; with STOP, `token` is the stop id."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose state came from the prefix cache."""
+    timing: RequestTiming | None
+    """With the last event of a choice that ran."""
 
 
 def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_context: int, name: str) -> None:

@@ -32,6 +32,11 @@ class SamplingInputs(struct.PyTreeNode):
     generated: Int32[HostOrDevice, "row"]
     """Tokens the row has generated before this one: its place in the row's random stream."""
 
+    def penalized(self) -> Bool[Array, "row"]:
+        """Rows whose logits depend on the tokens so far."""
+        repeated = jnp.asarray(self.repetition_penalty) != 1.0
+        return repeated | (self.presence_penalty != 0.0) | (self.frequency_penalty != 0.0)
+
     @classmethod
     def pack(cls, params: Sequence[SamplingParams], generated: Sequence[int]) -> SamplingInputs:
         """Arrays for one row per entry."""
@@ -54,16 +59,24 @@ class SamplingInputs(struct.PyTreeNode):
 
 
 class TokenHistory(struct.PyTreeNode):
-    """Which tokens each slot's sequence contains; only penalties need it."""
+    """Which tokens each lane's sequence contains; only penalties need it."""
 
-    prompt: Bool[Array, "slot vocab"]
-    output: Int32[Array, "slot vocab"]
+    prompt: Bool[Array, "lane vocab"]
+    output: Int32[Array, "lane vocab"]
 
     @classmethod
-    def init(cls, num_slots: int, vocab_size: int) -> TokenHistory:
+    def init(cls, num_lanes: int, vocab_size: int) -> TokenHistory:
         """Empty histories."""
-        shape = (num_slots, vocab_size)
+        shape = (num_lanes, vocab_size)
         return cls(prompt=jnp.zeros(shape, jnp.bool_), output=jnp.zeros(shape, jnp.int32))
+
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[Sequence[int]], vocab_size: int) -> TokenHistory:
+        """Histories of prompts to which nothing has been added yet, one lane each."""
+        prompt = np.zeros((len(prompts), vocab_size), np.bool_)
+        for lane, tokens in enumerate(prompts):
+            prompt[lane, list(tokens)] = True
+        return cls(jnp.asarray(prompt), jnp.zeros(prompt.shape, jnp.int32))
 
 
 def penalize(

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax.config import K3Config
 from k3jax.engine.sampling import SamplingInputs, TokenHistory, penalize, sample, top_logprobs
@@ -15,7 +15,7 @@ from k3jax.model import backbone
 from k3jax.model.params import K3Params
 from k3jax.model.vision import merge_features
 from k3jax.state import DecodeState, Spans
-from k3jax.state.recurrent import read_slots, write_slots
+from k3jax.state.latent import copy_pages
 from k3jax.state.spans import HostOrDevice
 
 
@@ -32,17 +32,28 @@ class StepInputs(struct.PyTreeNode):
 
     tokens: Int32[HostOrDevice, "row token"]
     spans: Spans
+    lanes: Int32[HostOrDevice, "row"]
+    """Where the row's sequence keeps its last token and history; padding rows are out of range."""
     emits: Bool[HostOrDevice, "row"]
     """Rows whose sampled token is the next of their sequence (not so inside a longer prompt)."""
     sampling: SamplingInputs
+    decodes: Bool[HostOrDevice, "row"] | None = None
+    """Rows whose first token is the last one of their lane, whatever `tokens` says."""
+    page_copies: Int32[HostOrDevice, "row 2"] | None = None
+    """A page to copy before the step and where to; a negative source copies nothing."""
+    masks: UInt32[HostOrDevice, "row word"] | None = None
+    """Bit i % 32 of word i // 32: whether token i may be sampled."""
+    wants_logprobs: Bool[HostOrDevice, "row"] | None = None
+    """With `logprobs` set: compute them only if some row wants them (None: always)."""
     images: ImageInputs | None = None
 
 
 class StepState(struct.PyTreeNode):
-    """The model's state and, where penalties are in use, token histories by recurrent slot."""
+    """The model's state and, by lane, the last token and (for penalties) the token history."""
 
     decode: DecodeState
     history: TokenHistory | None = None
+    last_tokens: Int32[Array, "lane"] | None = None
 
 
 class StepOutput(struct.PyTreeNode):
@@ -67,7 +78,11 @@ def step(
     `logprobs` (static) adds that many alternatives per row; None leaves log-probabilities out.
     """
     spans = inputs.spans
-    tokens = jnp.asarray(inputs.tokens)
+    tokens = _tokens(inputs, state)
+    decode = state.decode
+    if inputs.page_copies is not None:
+        pages = tuple(copy_pages(pool, inputs.page_copies) for pool in decode.latent.pages)
+        decode = decode.replace(latent=decode.latent.replace(pages=pages))
     x = backbone.embed(params, tokens)
     if inputs.images is not None:
         assert config.vision is not None
@@ -78,18 +93,23 @@ def step(
             config.vision.media_token_id,
             jnp.asarray(inputs.images.first),
         )
-    hidden, _, decode = backbone.forward(params, config, x, spans, state.decode)
+    hidden, _, decode = backbone.forward(params, config, x, spans, decode)
     assert decode is not None
     last = jnp.maximum(spans.lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     raw = backbone.logits(params, hidden).astype(jnp.float32)
-    if state.history is None:
-        chosen, history = sample(raw, inputs.sampling), None
-    else:
-        chosen, history = _sample_with_history(raw, inputs, state.history)
-    found = (None, None, None) if logprobs is None else top_logprobs(raw, chosen, logprobs)
-    output = StepOutput(chosen, *found)
-    return output, StepState(decode=decode, history=history)
+    adjusted = raw if state.history is None else _penalized(raw, inputs, state.history)
+    chosen = sample(_masked(adjusted, inputs.masks), inputs.sampling)
+    found = (None, None, None)
+    if logprobs is not None:
+        found = _logprobs(raw, chosen, logprobs, inputs.wants_logprobs)
+    return StepOutput(chosen, *found), StepState(
+        decode=decode,
+        history=None if state.history is None else _noted(inputs, chosen, state.history),
+        last_tokens=None
+        if state.last_tokens is None
+        else state.last_tokens.at[_emitting(inputs)].set(chosen, mode="drop"),
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "logprobs"), donate_argnames=("state",))
@@ -105,23 +125,84 @@ def jitted_step(
     return step(params, config, inputs, state, logprobs=logprobs)
 
 
-def _sample_with_history(
+def _tokens(inputs: StepInputs, state: StepState) -> Int32[Array, "row token"]:
+    tokens = jnp.asarray(inputs.tokens)
+    if inputs.decodes is None or state.last_tokens is None:
+        return tokens
+    last = jnp.take(state.last_tokens, inputs.lanes, mode="clip")
+    return tokens.at[:, 0].set(jnp.where(inputs.decodes, last, tokens[:, 0]))
+
+
+def _emitting(inputs: StepInputs) -> Int32[Array, "row"]:
+    """Lanes of the rows that emit; any other row is out of range."""
+    return jnp.where(inputs.emits, inputs.lanes, jnp.iinfo(jnp.int32).max)
+
+
+def _penalized(
     logits: Float32[Array, "row vocab"], inputs: StepInputs, history: TokenHistory
-) -> tuple[Int32[Array, "row"], TokenHistory]:
-    """Sample under penalties and note this step's prompt and output tokens."""
-    spans = inputs.spans
-    rows = jnp.arange(logits.shape[0])
-    prompt = read_slots(history.prompt, spans.read_slots)
-    output = read_slots(history.output, spans.read_slots)
-    prefill = (inputs.sampling.generated == 0)[:, None]
-    seen = jnp.where(
-        spans.token_mask(inputs.tokens.shape[1]) & prefill, inputs.tokens, logits.shape[1]
+) -> Float32[Array, "row vocab"]:
+    """Logits under each row's penalties; free when no row has any."""
+
+    def penalized() -> Array:
+        prompt = jnp.take(history.prompt, inputs.lanes, axis=0, mode="clip")
+        output = jnp.take(history.output, inputs.lanes, axis=0, mode="clip")
+        return penalize(logits, inputs.sampling, prompt, output)
+
+    return jax.lax.cond(inputs.sampling.penalized().any(), penalized, lambda: logits)
+
+
+def _noted(inputs: StepInputs, tokens: Int32[Array, "row"], history: TokenHistory) -> TokenHistory:
+    """The history with the tokens that this step emits."""
+    lanes = jnp.where(inputs.sampling.penalized(), _emitting(inputs), jnp.iinfo(jnp.int32).max)
+    return history.replace(output=history.output.at[lanes, tokens].add(1, mode="drop"))
+
+
+def _masked(
+    logits: Float32[Array, "row vocab"], masks: UInt32[HostOrDevice, "row word"] | None
+) -> Float32[Array, "row vocab"]:
+    if masks is None:
+        return logits
+    words = jnp.asarray(masks)
+
+    def masked() -> Array:
+        bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] == 1
+        return jnp.where(allowed, logits, -jnp.inf)
+
+    return jax.lax.cond((words != jnp.uint32(0xFFFFFFFF)).any(), masked, lambda: logits)
+
+
+def _logprobs(
+    logits: Float32[Array, "row vocab"],
+    chosen: Int32[Array, "row"],
+    count: int,
+    wants: Bool[HostOrDevice, "row"] | None,
+) -> tuple[Float32[Array, "row"], Int32[Array, "row top"], Float32[Array, "row top"]]:
+    if wants is None:
+        return top_logprobs(logits, chosen, count)
+    rows = logits.shape[0]
+    nothing = (
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((rows, count), jnp.int32),
+        jnp.zeros((rows, count), jnp.float32),
     )
-    prompt = prompt.at[rows[:, None], seen].set(True, mode="drop")
-    tokens = sample(penalize(logits, inputs.sampling, prompt, output), inputs.sampling)
-    output = output.at[rows, tokens].add(inputs.emits.astype(jnp.int32))
-    writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
-    return tokens, TokenHistory(
-        prompt=write_slots(history.prompt, writes, prompt),
-        output=write_slots(history.output, writes, output),
+    return jax.lax.cond(
+        jnp.asarray(wants).any(), lambda: top_logprobs(logits, chosen, count), lambda: nothing
+    )
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def jitted_history(
+    state: StepState,
+    lane: Int32[HostOrDevice, ""],
+    prompt: Bool[HostOrDevice, "vocab"],
+    output: Int32[HostOrDevice, "vocab"],
+) -> StepState:
+    """`state` (donated) with the history of a sequence that begins or comes back in `lane`."""
+    assert state.history is not None
+    return state.replace(
+        history=TokenHistory(
+            prompt=state.history.prompt.at[lane].set(prompt),
+            output=state.history.output.at[lane].set(output),
+        )
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from k3jax.config import K3Config
-from k3jax.state.spans import Spans
+from k3jax.state.spans import HostOrDevice, Spans
 
 
 class LatentCache(struct.PyTreeNode):
@@ -53,6 +53,17 @@ def append(
     )
     # Without it XLA repeats the update inside the read that follows, and copies the whole pool.
     return jax.lax.optimization_barrier(pool)
+
+
+def copy_pages(
+    pool: Float[Array, "page position latent"], copies: Int32[HostOrDevice, "row 2"]
+) -> Float[Array, "page position latent"]:
+    """The pool with page `copies[:, 0]` copied to `copies[:, 1]`; negative: nothing copied."""
+    copies = jnp.asarray(copies)
+    source = jnp.take(pool, copies[:, 0], axis=0, mode="clip")
+    target = jnp.where(copies[:, 0] < 0, pool.shape[0], copies[:, 1])
+    source = jax.lax.optimization_barrier(source)
+    return jax.lax.optimization_barrier(pool.at[target].set(source, mode="drop"))
 
 
 def gather(

@@ -44,6 +44,7 @@ def program(request):
     inputs = StepInputs(
         tokens=np.zeros((rows, 1), np.int32),
         spans=Spans(ints, ints, ints, ints, np.zeros((rows, 2), np.int32)),
+        lanes=ints,
         emits=np.ones(rows, np.bool_),
         sampling=SamplingInputs.pack([SamplingParams()] * rows, [0] * rows),
     )

@@ -31,6 +31,7 @@ def test_the_full_size_step_lowers(config):
     inputs = StepInputs(
         tokens=np.zeros((SLOTS, 1), np.int32),
         spans=Spans(ints, ints, ints, ints, np.zeros((SLOTS, PAGES // SLOTS), np.int32)),
+        lanes=ints,
         emits=np.ones(SLOTS, np.bool_),
         sampling=SamplingInputs.pack([SamplingParams()] * SLOTS, [0] * SLOTS),
     )

@@ -1,0 +1,1 @@
+"""Host bookkeeping of device state, in integers: pools, the prefix tree, the host tier."""

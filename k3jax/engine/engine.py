@@ -1,0 +1,436 @@
+"""The engine: requests in, token events out, one device step at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.cache.prefix import PrefixEntry
+from k3jax.cache.store import PrefixStore
+from k3jax.config import K3Config
+from k3jax.engine.batch import Packer
+from k3jax.engine.engine_config import EngineConfig
+from k3jax.engine.request import (
+    FinishReason,
+    Request,
+    RequestTiming,
+    TokenEvent,
+    TokenLogprobs,
+    check_prompt,
+    check_stop_ids,
+)
+from k3jax.engine.sampling import TokenHistory
+from k3jax.engine.scheduler import Scheduler, SchedulerConfig
+from k3jax.engine.sequence import Emission, Phase, Sequence, StepPlan
+from k3jax.engine.step import StepOutput, StepState, jitted_history, jitted_step
+from k3jax.model.params import K3Params
+from k3jax.state import DecodeState
+
+MAX_LOGPROBS = 20
+"""Alternatives that a step finds when some row asks for log-probabilities."""
+
+
+class QueueFull(Exception):
+    """`max_waiting` sequences are waiting already."""
+
+
+class StepFailed(Exception):
+    """A step raised. All requests have ended and the state is fresh; the engine can go on."""
+
+
+@dataclass(frozen=True)
+class CacheChange:
+    """A prefix became resumable (`stored`), or ceased to be."""
+
+    tokens: tuple[int, ...]
+    stored: bool
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine holds and has done."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    """Prompt tokens of waiting sequences."""
+    pages_total: int
+    pages_free: int
+    slots_total: int
+    slots_free: int
+    checkpoints: int
+    """Resumable prefixes in the cache."""
+    queries: int
+    hits: int
+    query_tokens: int
+    hit_tokens: int
+    misses: dict[str, int]
+    evictions: dict[str, int]
+    preemptions: int
+    steps: int
+    state_bytes: int
+
+
+class Engine:
+    """Continuous batching of one model on one device. All methods belong to one thread."""
+
+    def __init__(
+        self, params: K3Params, config: K3Config, engine_config: EngineConfig | None = None
+    ):
+        """Allocate the pools. Raises ValueError naming the setting that cannot be."""
+        self.params, self.config = params, config
+        settings = (engine_config or EngineConfig()).resolve(config)
+        self.settings = settings
+        self._dtype = settings.dtype or params.embed.dtype
+        self.store = PrefixStore(
+            num_pages=settings.num_pages,
+            num_slots=settings.num_slots,
+            page_size=settings.page_size,
+            keep_prefixes=settings.prefix_cache,
+        )
+        self.store.on_change = self._note_change
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_rows=settings.max_rows,
+                prefill_shapes=settings.prefill_shapes,
+                decode_rows=settings.decode_rows,
+                checkpoint_interval=settings.checkpoint_interval,
+            ),
+            self.store,
+        )
+        self._packer = Packer(
+            config,
+            max_rows=settings.max_rows,
+            page_size=settings.page_size,
+            contexts=settings.contexts,
+        )
+        self.state = self._fresh_state()
+        self._live: dict[str, list[Sequence]] = {}
+        self._events: list[TokenEvent] = []
+        self._changes: list[CacheChange] = []
+        self._in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
+        self._lanes: dict[int, tuple[Sequence, int]] = {}
+        self._arrivals = 0
+        self._steps = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError naming the wrong field, or QueueFull."""
+        budget = self._check(request)
+        if len(self.scheduler.waiting) + request.n > self.settings.max_waiting:
+            raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
+        keys = self._cache_keys(request)
+        stop_ids = frozenset(request.sampling.stop_ids)
+        if not request.sampling.ignore_eos:
+            stop_ids |= frozenset(self.config.eos_token_ids)
+        now, leader = time.monotonic(), None
+        for choice in range(request.n):
+            tokens = list(request.prompt)
+            sequence = Sequence(
+                request,
+                choice,
+                self._arrivals,
+                budget,
+                stop_ids,
+                tokens,
+                tokens if keys is None else list(keys),
+                request.constraint and request.constraint.fork(),
+                leader=leader,
+                submitted=now,
+            )
+            self._arrivals += 1
+            if budget == 0:
+                sequence.phase = Phase.FINISHED
+                self._events.append(self._end(sequence, FinishReason.LENGTH))
+                continue
+            leader = leader or (sequence if self.settings.prefix_cache else None)
+            self._live.setdefault(request.id, []).append(sequence)
+            self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free what it holds; False if it is not running or waiting."""
+        sequences = self._live.pop(request_id, [])
+        for sequence in sequences:
+            self.scheduler.abort(sequence)
+            self._events.append(self._end(sequence, FinishReason.ABORT))
+        return bool(sequences)
+
+    def step(self) -> list[TokenEvent]:
+        """Dispatch the next step, then take in the one before: the host works beside the device.
+
+        Raises StepFailed when a step does; every request has then ended and been dropped.
+        """
+        try:
+            plan = self.scheduler.plan()
+            if plan is not None:
+                self._dispatch(plan)
+            while self._in_flight and (plan is None or len(self._in_flight) > 1):
+                self._absorb(*self._in_flight.popleft())
+        except Exception as error:
+            self._start_over()
+            raise StepFailed(f"{type(error).__name__}: {error}") from error
+        events, self._events = self._events, []
+        return events
+
+    def run(self) -> Iterator[TokenEvent]:
+        """Step until nothing is left to do, yielding events as they come."""
+        while self.has_work:
+            yield from self.step()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return bool(self._live or self._in_flight or self._events)
+
+    @property
+    def settings_table(self) -> dict[str, Any]:
+        """The resolved settings by name."""
+        return dataclasses.asdict(self.settings)
+
+    def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compile every bucket by running it on padding; `progress(what, number, total)`."""
+        programs = list(self._programs())
+        for number, (name, run) in enumerate(programs):
+            if progress is not None:
+                progress(name, number, len(programs))
+            run()
+        jax.block_until_ready(self.state)
+
+    def stats(self) -> EngineStats:
+        """Counts at this moment."""
+        store, counters = self.store, self.store.counters
+        waiting = self.scheduler.waiting
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(waiting),
+            waiting_tokens=sum(len(s.tokens) for s in waiting),
+            pages_total=store.pages.size,
+            pages_free=store.pages.num_free,
+            slots_total=store.slots.size,
+            slots_free=store.slots.num_free,
+            checkpoints=sum(1 for _ in store.tree.entries()),
+            queries=counters.queries,
+            hits=counters.hits,
+            query_tokens=counters.query_tokens,
+            hit_tokens=counters.hit_tokens,
+            misses=dict(counters.misses),
+            evictions=dict(store.tree.evictions),
+            preemptions=self.scheduler.preemptions,
+            steps=self._steps,
+            state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state)),
+        )
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        for entry in self.store.tree.entries():
+            self._note_change(entry, False)
+        self.store.clear()
+
+    def drain_cache_changes(self) -> list[CacheChange]:
+        """Prefixes that became or ceased to be resumable since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    # One step
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            sequence = row.sequence
+            visit = (sequence, sequence.preemptions)
+            if self._lanes.get(sequence.lane) != visit:
+                self._lanes[sequence.lane] = visit
+                self._enter(sequence)
+        inputs = self._packer.pack(plan)
+        output, self.state = jitted_step(
+            self.params, self.config, inputs, self.state, logprobs=MAX_LOGPROBS
+        )
+        self.scheduler.dispatched(plan)
+        self._in_flight.append((plan, output))
+        self._steps += 1
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._packer.admit(sequence)
+        if sequence.admitted is None:
+            sequence.admitted = time.monotonic()
+        if sequence.sampling.penalized:
+            known = np.zeros(self.config.vocab_size, np.bool_)
+            known[list(sequence.request.prompt)] = True
+            output = np.bincount(
+                sequence.tokens[sequence.num_prompt :], minlength=self.config.vocab_size
+            )
+            self.state = jitted_history(
+                self.state, np.int32(sequence.lane), known, output.astype(np.int32)
+            )
+
+    def _absorb(self, plan: StepPlan, output: StepOutput) -> None:
+        if not any(row.emits for row in plan.rows):
+            jax.block_until_ready(output.tokens)
+            self.scheduler.absorb(plan, [0] * len(plan.rows))
+            return
+        tokens = np.asarray(output.tokens).tolist()
+        found = None
+        if any(row.emits and row.sequence.sampling.logprobs is not None for row in plan.rows):
+            found = jax.device_get((output.logprobs, output.top_ids, output.top_logprobs))
+        now = time.monotonic()
+        for emission in self.scheduler.absorb(plan, tokens):
+            self._events.append(self._event(emission, found, now))
+
+    def _event(self, emission: Emission, found: Any, now: float) -> TokenEvent:
+        sequence, token = emission.sequence, emission.token
+        if sequence.first_token is None:
+            sequence.first_token = now
+        if sequence.constraint is not None and emission.finish_reason is None:
+            sequence.constraint.accept(token)
+        logprobs, wanted = None, sequence.sampling.logprobs
+        if wanted is not None:
+            chosen, ids, values = (array[emission.row] for array in found)
+            top = zip(ids[:wanted].tolist(), values[:wanted].tolist(), strict=True)
+            logprobs = TokenLogprobs(float(chosen), tuple(top))
+        if emission.finish_reason is not None:
+            self._forget(sequence)
+            return self._end(sequence, emission.finish_reason, token, logprobs, now)
+        return TokenEvent(
+            request_id=sequence.request.id,
+            choice=sequence.choice,
+            token=token,
+            logprobs=logprobs,
+            finish_reason=None,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.cached_tokens or 0,
+            timing=None,
+        )
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        token: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+        now: float | None = None,
+    ) -> TokenEvent:
+        timing = None
+        if sequence.admitted is not None and sequence.first_token is not None:
+            timing = RequestTiming(
+                submitted=sequence.submitted,
+                admitted=sequence.admitted,
+                first_token=sequence.first_token,
+                finished=now or time.monotonic(),
+            )
+        return TokenEvent(
+            request_id=sequence.request.id,
+            choice=sequence.choice,
+            token=token,
+            logprobs=logprobs,
+            finish_reason=reason,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.cached_tokens or 0,
+            timing=timing,
+        )
+
+    def _forget(self, sequence: Sequence) -> None:
+        rest = [s for s in self._live.get(sequence.request.id, []) if s is not sequence]
+        if rest:
+            self._live[sequence.request.id] = rest
+        else:
+            self._live.pop(sequence.request.id, None)
+
+    def _start_over(self) -> None:
+        for request_id in list(self._live):
+            self.abort(request_id)
+        self._in_flight.clear()
+        self.scheduler.reset()
+        self.flush_cache()
+        self._events.clear()
+        self.state = self._fresh_state()
+
+    # Set-up
+
+    def _fresh_state(self) -> StepState:
+        settings = self.settings
+        return StepState(
+            decode=DecodeState.init(
+                self.config,
+                num_slots=settings.num_slots,
+                num_pages=settings.num_pages,
+                page_size=settings.page_size,
+                dtype=self._dtype,
+            ),
+            history=TokenHistory.init(settings.max_rows, self.config.vocab_size),
+            last_tokens=jnp.zeros(settings.max_rows, jnp.int32),
+        )
+
+    def _programs(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        shapes = [*self.settings.prefill_shapes, *((n, 1) for n in self.settings.decode_rows)]
+        for rows, width in shapes:
+            for pages in self._packer.context_pages:
+                context = pages * self.settings.page_size
+                if width > context:
+                    continue
+                name = f"{rows} x {width} tokens, context {context}"
+                yield name, lambda shape=(rows, width, pages): self._run_idle(*shape)
+                if self.config.vision is not None and rows == 1 and width > 1:
+                    yield (
+                        f"{name}, images",
+                        lambda shape=(rows, width, pages): self._run_idle(*shape, images=True),
+                    )
+        yield "token histories", self._run_history
+
+    def _run_idle(self, rows: int, width: int, pages: int, *, images: bool = False) -> None:
+        inputs = self._packer.idle(rows, width, pages, images=images)
+        _, self.state = jitted_step(
+            self.params, self.config, inputs, self.state, logprobs=MAX_LOGPROBS
+        )
+
+    def _run_history(self) -> None:
+        vocab = self.config.vocab_size
+        self.state = jitted_history(
+            self.state, np.int32(0), np.zeros(vocab, np.bool_), np.zeros(vocab, np.int32)
+        )
+
+    def _check(self, request: Request) -> int:
+        """The tokens that the request may generate; raises ValueError for a wrong one."""
+        name = f"request {request.id!r}"
+        if request.id in self._live:
+            raise ValueError(f"{name} is already running")
+        if request.n < 1 or request.n > self.settings.max_choices:
+            raise ValueError(f"{name}: n = {request.n}, expected 1..{self.settings.max_choices}")
+        context = self.settings.max_context
+        assert context is not None
+        vocab = self.config.vocab_size
+        check_prompt(request.prompt, vocab_size=vocab, max_context=context, name=name)
+        check_stop_ids(request.sampling, vocab_size=vocab, name=name)
+        media = 0
+        if self.config.vision is not None:
+            media = request.prompt.count(self.config.vision.media_token_id)
+        given = 0 if request.images is None else request.images.features.shape[0]
+        if request.images is not None and self.config.vision is None:
+            raise ValueError(f"{name} has images, but the model has no vision tower")
+        if media != given:
+            raise ValueError(
+                f"{name} has {media} media tokens, but its images have {given} features"
+            )
+        return min(request.sampling.max_tokens, context - len(request.prompt))
+
+    def _cache_keys(self, request: Request) -> list[int] | None:
+        """The prompt with every media token replaced by what it shows, or None without images."""
+        if request.images is None or self.config.vision is None:
+            return None
+        features = np.ascontiguousarray(request.images.features)
+        keys, number = list(request.prompt), 0
+        for position, token in enumerate(keys):
+            if token == self.config.vision.media_token_id:
+                digest = hashlib.blake2b(features[number].tobytes(), digest_size=7).digest()
+                keys[position] = -1 - int.from_bytes(digest, "little")
+                number += 1
+        return keys
+
+    def _note_change(self, entry: PrefixEntry, stored: bool) -> None:
+        self._changes.append(CacheChange(entry.tokens, stored))

@@ -1,0 +1,148 @@
+"""How large the engine's pools and buckets are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from k3jax.config import K3Config
+from pallas_kernels.kda import DEVICE_TUNING
+
+FIRST_CONTEXT = 2048
+CONTEXT_STEP = 4
+SPAN_WIDTHS = (64, 256, 1024)
+"""Tokens per row of a prefill step, besides the whole budget."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an `Engine`; None is worked out from the others by `resolve`."""
+
+    max_rows: int = 16
+    """Sequences that run at once."""
+    max_context: int | None = None
+    """Tokens of prompt and reply; default: the model's, or what `num_pages` can hold."""
+    page_size: int = 64
+    """Tokens in a page of the latent cache, and the grid of checkpoints."""
+    num_pages: int | None = None
+    """Default: one sequence of `max_context`, or 2,048 tokens for every row and as much again
+    for cached prefixes."""
+    num_slots: int | None = None
+    """Recurrent slots for running sequences and cached checkpoints; default: 3 per row."""
+    token_budget: int = 512
+    """Prompt tokens of one prefill step: what a running sequence may have to wait for."""
+    max_waiting: int = 1024
+    max_choices: int = 128
+    checkpoint_interval: int | None = None
+    """Leave a checkpoint every so many prompt tokens, besides those at its end and branches."""
+    prefix_cache: bool = True
+    host_bytes: int = 0
+    """Host memory for prefixes that the device has no room for."""
+    dtype: Any = None
+    """Of windows and latents; default: that of the weights."""
+
+    # Filled in by `resolve`.
+    contexts: tuple[int, ...] = ()
+    """How far attention looks back, in buckets; the last one is `max_context`."""
+    prefill_shapes: tuple[tuple[int, int], ...] = ()
+    """Rows and tokens per row of prefill steps."""
+    decode_rows: tuple[int, ...] = ()
+    """Rows of decode steps."""
+
+    def resolve(self, config: K3Config) -> ResolvedConfig:
+        """All sizes for a model. Raises ValueError naming the setting and its rule."""
+        for name in ("max_rows", "page_size", "token_budget", "max_waiting", "max_choices"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("host_bytes", self.host_bytes, 0)
+        context = self._context(config)
+        interval = self.checkpoint_interval
+        chunk = DEVICE_TUNING.chunk_size
+        if interval is not None and (interval < 1 or interval % chunk or interval % self.page_size):
+            raise ValueError(
+                f"checkpoint_interval = {interval}, expected a multiple of the page size "
+                f"{self.page_size} and of KDA's chunk of {chunk} tokens"
+            )
+        pages = -(-context // self.page_size)
+        num_pages = self.num_pages
+        if num_pages is None:
+            num_pages = max(pages, 2 * self.max_rows * min(pages, -(-2048 // self.page_size)))
+        num_slots = 3 * self.max_rows if self.num_slots is None else self.num_slots
+        _at_least("num_slots", num_slots, 1)
+        whole = replace(
+            self,
+            max_context=context,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            contexts=self.contexts or _contexts(context),
+            prefill_shapes=self.prefill_shapes or _shapes(self.token_budget, self.max_rows),
+            decode_rows=self.decode_rows or _powers(self.max_rows),
+        )
+        whole._check_buckets(context)
+        return ResolvedConfig(**whole.__dict__)
+
+    def _context(self, config: K3Config) -> int:
+        context = config.max_context if self.max_context is None else self.max_context
+        if not 2 <= context <= config.max_context:
+            raise ValueError(
+                f"max_context = {context}, expected 2..{config.max_context}, the model's context"
+            )
+        if self.num_pages is None:
+            return context
+        _at_least("num_pages", self.num_pages, 1)
+        held = self.num_pages * self.page_size
+        if self.max_context is not None and held < context:
+            raise ValueError(
+                f"num_pages = {self.num_pages} of {self.page_size} tokens hold {held}, "
+                f"less than max_context = {context}"
+            )
+        return min(context, held)
+
+    def _check_buckets(self, context: int) -> None:
+        if list(self.contexts) != sorted(set(self.contexts)) or self.contexts[-1] < context:
+            raise ValueError(f"contexts = {self.contexts}, expected to rise to {context}")
+        if max(self.decode_rows) < self.max_rows or list(self.decode_rows) != sorted(
+            set(self.decode_rows)
+        ):
+            raise ValueError(f"decode_rows = {self.decode_rows}, expected to rise to max_rows")
+        widths = {width for _, width in self.prefill_shapes}
+        if any((1, width) not in self.prefill_shapes or width < 2 for width in widths):
+            raise ValueError(
+                f"prefill_shapes = {self.prefill_shapes}, expected one of a single row for "
+                "every width, of at least 2 tokens"
+            )
+
+
+class ResolvedConfig(EngineConfig):
+    """An `EngineConfig` without blanks."""
+
+    max_context: int
+    num_pages: int
+    num_slots: int
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} = {value}, expected at least {least}")
+
+
+def _contexts(context: int) -> tuple[int, ...]:
+    sizes, size = [], FIRST_CONTEXT
+    while size < context:
+        sizes.append(size)
+        size *= CONTEXT_STEP
+    return (*sizes, context)
+
+
+def _shapes(budget: int, max_rows: int) -> tuple[tuple[int, int], ...]:
+    widths = sorted({min(max(budget, 2), width) for width in (*SPAN_WIDTHS, budget)})
+    shapes = {(1, width) for width in widths}
+    shapes |= {(max(1, min(max_rows, budget // width)), width) for width in widths}
+    return tuple(sorted(shapes, key=lambda shape: (shape[1], shape[0])))
+
+
+def _powers(limit: int) -> tuple[int, ...]:
+    sizes, size = [], 1
+    while size < limit:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, limit)
