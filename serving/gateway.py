@@ -1,0 +1,158 @@
+"""Starts the smg gateway, which speaks HTTP on one side and to workers on the other."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+POLL_SECONDS = 0.05
+
+STOP_SECONDS = 20.0
+
+
+class GatewayFailed(RuntimeError):
+    """The gateway ended, or did not become ready."""
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """What the gateway is started with.
+
+    Attributes:
+        http: address of the OpenAI-compatible side.
+        workers: URLs, `grpc://HOST:PORT` each; more can be added while it runs.
+        metrics_port: of the gateway's own Prometheus side; it has no way to choose a free one.
+        api_key: asked of every caller; None lets everyone in who can reach the port.
+        policy: how requests are spread over workers.
+        extra: further options of `smg launch`, as they are.
+    """
+
+    host: str
+    port: int
+    workers: Sequence[str]
+    metrics_port: int
+    api_key: str | None = None
+    policy: str = "cache_aware"
+    log_level: str = "warn"
+    grace_seconds: int = 30
+    extra: Sequence[str] = field(default=())
+
+    def arguments(self) -> list[str]:
+        """For `smg`. Both parsers are named because the model's name may say nothing about them."""
+        return [
+            *("launch", "--host", self.host, "--port", str(self.port)),
+            *("--prometheus-host", self.host, "--prometheus-port", str(self.metrics_port)),
+            *("--policy", self.policy, "--log-level", self.log_level),
+            *("--tool-call-parser", "kimi_k3", "--reasoning-parser", "kimi_k3"),
+            *("--shutdown-grace-period-secs", str(self.grace_seconds)),
+            *("--worker-startup-check-interval", "1"),
+            *(("--api-key", self.api_key) if self.api_key else ()),
+            *self.extra,
+            *("--worker-urls", *self.workers),
+        ]
+
+
+class Gateway:
+    """A running `smg`; a context manager that ends it."""
+
+    def __init__(self, options: GatewayOptions, *, log: IO[str] | int | None = None) -> None:
+        """Start the process; its output goes to `log`, or to this process's own."""
+        self.options = options
+        self.url = f"http://{bracketed(options.host)}:{options.port}"
+        smg = Path(sys.executable).with_name("smg")
+        self.process = subprocess.Popen(
+            [str(smg), *options.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log is not None else None,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which then drains in order
+        )
+
+    def __enter__(self) -> Gateway:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_ready(self, timeout: float) -> None:
+        """Until workers and tokenizer are there. Raises GatewayFailed."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise GatewayFailed(f"the gateway ended with code {self.process.returncode}")
+            if self.request("GET", "/readiness")[0] == 200:
+                return
+            time.sleep(POLL_SECONDS)
+        raise GatewayFailed(f"the gateway was not ready within {timeout:.0f} s")
+
+    def add_worker(self, url: str) -> None:
+        """Spread requests over one more worker, from soon on."""
+        self._must("POST", "/workers", {"url": url})
+
+    def remove_worker(self, url: str) -> None:
+        """Send nothing more to a worker; what it is answering goes on."""
+        for worker in self.workers():
+            if worker["url"] == url:
+                self._must("DELETE", f"/workers/{worker['id']}")
+                return
+        raise GatewayFailed(f"the gateway knows no worker {url}")
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The workers that the gateway knows, with their health."""
+        return json.loads(self._must("GET", "/workers"))["workers"]
+
+    def request(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """One HTTP request to the gateway: status and body; status 0 when it does not answer."""
+        connection = http.client.HTTPConnection(self.options.host, self.options.port, timeout=10)
+        headers = {"content-type": "application/json"}
+        if self.options.api_key:
+            headers["authorization"] = f"Bearer {self.options.api_key}"
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except OSError:
+            return 0, b""
+        finally:
+            connection.close()
+
+    def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """End the process, letting open requests finish for a while."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _must(self, method: str, path: str, body: object = None) -> bytes:
+        status, answer = self.request(method, path, body)
+        if not 200 <= status < 300:
+            raise GatewayFailed(f"{method} {path}: status {status} {answer[:200]!r}")
+        return answer
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on now, for programs that cannot choose one themselves."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def bracketed(host: str) -> str:
+    """A host as URLs want it."""
+    return f"[{host}]" if ":" in host else host
