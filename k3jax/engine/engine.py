@@ -171,9 +171,8 @@ class Engine:
         try:
             plan = self.scheduler.plan()
             if plan is not None:
-                self._dispatch(plan)
-            while self._in_flight and (plan is None or len(self._in_flight) > 1):
-                self._absorb(*self._in_flight.popleft())
+                self.dispatch(plan)
+            self.absorb(0 if plan is None else 1)
         except Exception as error:
             self._start_over()
             raise StepFailed(f"{type(error).__name__}: {error}") from error
@@ -241,7 +240,8 @@ class Engine:
 
     # One step
 
-    def _dispatch(self, plan: StepPlan) -> None:
+    def dispatch(self, plan: StepPlan) -> None:
+        """Send a planned step to the device."""
         for row in plan.rows:
             sequence = row.sequence
             visit = (sequence, sequence.preemptions)
@@ -255,6 +255,11 @@ class Engine:
         self.scheduler.dispatched(plan)
         self._in_flight.append((plan, output))
         self._steps += 1
+
+    def absorb(self, keep: int) -> None:
+        """Take in the results of all but the `keep` latest steps."""
+        while len(self._in_flight) > keep:
+            self._absorb(*self._in_flight.popleft())
 
     def _enter(self, sequence: Sequence) -> None:
         self._packer.admit(sequence)

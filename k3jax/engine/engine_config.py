@@ -8,7 +8,7 @@ from typing import Any
 from k3jax.config import K3Config
 from pallas_kernels.kda import DEVICE_TUNING
 
-FIRST_CONTEXT = 2048
+FIRST_CONTEXT = 512
 CONTEXT_STEP = 4
 SPAN_WIDTHS = (64, 256, 1024)
 """Tokens per row of a prefill step, besides the whole budget."""
