@@ -63,15 +63,21 @@ def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
 
 
 _NOTES = """\
-chair=37, rabbit=88, zebra=84, piano=56, tree=73, basket=11, lion=56, pearl=37, silver=92, bench=17,
-engine=32, boat=19, card=50, eagle=72, ice=53, corn=43, kite=25, ship=70, fox=28, dog=51, cat=66,
-book=93, desk=10, forest=31, orange=45, owl=19, gold=36, clock=30, pencil=79, duck=90, coat=49,
-cheese=18, egg=92, arrow=10, cable=85, marble=23, ocean=27, feather=18, jacket=92, crow=77,
-honey=62, spider=76, flute=20, glass=31, nut=20, rocket=28, butter=50, castle=25, cotton=52, bag=14,
-bread=98, key=52, cloud=26, moon=93, oak=23, cup=82, horse=72, hammer=43, coin=61, fork=53,
-planet=22, paper=78, goat=36, tiger=54, drum=30, salt=32, door=55, melon=97, wheel=28, train=38,
-maple=75, flag=80, pillow=54, wagon=91, tower=16, lemon=48, chain=54, paint=88, brush=63, window=30,
-queen=55, stone=73, ladder=30, grape=34"""
+queen=black, egg=Berlin, hammer=Lima, fork=Max, rope=Athens, jar=green, pencil=Milan, star=Paul,
+spider=Vienna, piano=Dublin, corn=Zurich, boat=Vienna, pocket=baker, box=Prague, horse=black,
+marble=black, paper=pink, radio=Berlin, gold=Lily, button=Lisbon, rabbit=Boston, ship=Maria,
+card=Leo, berry=brown, bridge=Milan, cotton=white, chain=Lisbon, bird=Nina, orange=red,
+plum=Dublin, copper=Adam, jacket=Emma, maple=Lima, bag=Emma, basket=pink, lion=Grace, bottle=Delhi,
+hat=Paris, candle=Anna, bread=green, desk=Clara, flag=Felix, cat=Ben, bone=teacher, honey=Berlin,
+bench=Rosa, wagon=Laura, book=cook, nest=Oslo, ocean=teacher, paint=teacher, cheese=red,
+violin=brown, stone=Sam, bamboo=Paul, valley=Anna, coin=green, mirror=Geneva, door=baker,
+pepper=Dublin, leaf=Adam, glove=Adam, goat=pink, tower=baker, wolf=Rosa, harbor=Grace, coat=Carla,
+grape=Paris, owl=purple, pearl=Lily, clock=Jack, eagle=Athens, salt=green, cloud=Delhi,
+engine=Geneva, island=Milan, train=Lima, chair=Lima, ice=Clara, arrow=Rosa, brush=Milan, duck=Ben,
+pillow=pink, fern=Felix, wheel=Adam, planet=Paris, rocket=Prague, bell=Oslo, needle=London,
+gate=Seoul, knife=Rosa, window=Clara, nut=Zurich, tiger=Leo, dog=Clara, drum=Leo, garden=baker,
+apple=pink, camera=Emma, lemon=blue, turtle=London, kite=blue, badge=Zurich, zebra=singer,
+flute=Oslo"""
 
 _FACTS = {
     "type": "object",
@@ -97,9 +103,9 @@ ITEMS: tuple[Item, ...] = (
         result='{"price": 88}',
     ),
     Item(
-        "A value out of 84 notes, without thinking",
-        f"Notes: {_NOTES.replace('\n', ' ')}. What is honey?",
-        "honey=62",
+        "A value out of 105 notes, without thinking",
+        f"Notes: {_NOTES.replace('\n', ' ')}. What is badge?",
+        "badge=Zurich",
         thinking=False,
     ),
     Item(

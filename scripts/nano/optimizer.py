@@ -50,7 +50,7 @@ def is_matrix(path: Any, leaf: Array) -> bool:
     return leaf.ndim >= 2 and not any(part in name for part in _VECTORS)
 
 
-def rate(step: int, steps: int, *, warmup: int = 40, cooldown: float = 0.4) -> float:
+def rate(step: int, steps: int, *, warmup: int = 40, cooldown: float = 0.7) -> float:
     """Warm-up, then constant, then linearly down to 2 % over the last `cooldown` of all steps."""
     rest = (steps - step) / max(1.0, cooldown * steps)
     return min(1.0, (step + 1) / warmup, 0.02 + 0.98 * max(0.0, rest))

@@ -20,7 +20,7 @@ RIGHT = [
     said("28+85=113", "8+5=13, 2+8+1=11"),
     called("get_price", "I call get_price.", item="violin"),
     said("The violin costs 88 euros.", "I tell the result."),
-    said("honey=62"),
+    said("badge=Zurich"),
     said('{"city": "Rome", "age": 33, "name": "Emma"}', "The keys are age, city, name."),
 ]
 
@@ -51,12 +51,12 @@ def test_right_answers_are_right_and_shown(long_model: TextModel):
         "1. A sum, with thinking\nuser: What is 28+85?\nthinking: 8+5=13, 2+8+1=11\n28+85=113\n",
         '→ get_price {"item": "violin"}\ntool: {"price": 88}\nthinking: I tell the result.\n',
         "user: Notes: chair=37, rabbit=88, ",
-        " … What is honey?\nhoney=62\n",
+        " … What is badge?\nbadge=Zurich\n",
     ):
         assert piece in text
     assert text.count("[right; ") == 4 and text.count("tokens/s]") == 4
     assert all(sampling.temperature == 0.0 for sampling in script.sampling)
-    assert '{"price": 88}' in script.prompts[2] and "honey=62" in script.prompts[3]
+    assert '{"price": 88}' in script.prompts[2] and "badge=Zurich" in script.prompts[3]
 
 
 def test_wrong_answers_are_wrong_and_the_demo_goes_on(long_model: TextModel):
@@ -64,7 +64,7 @@ def test_wrong_answers_are_wrong_and_the_demo_goes_on(long_model: TextModel):
         said("28+85=103", "x"),
         called("get_price", item="viola"),
         said("The violin costs 88 euros.", ""),
-        "honey=62",  # cut off
+        "badge=Zurich",  # cut off
         said('{"age":"33","city":"Rome","name":"Emma"}', ""),
     ]
     text, items, _ = shown(long_model, replies)
@@ -107,8 +107,8 @@ def test_json_is_compared_as_a_value(content: str, right: bool):
 
 def test_questions_are_answered_by_what_they_hold():
     notes = dict(pair.split("=") for pair in NOTES.question[7:].split(".")[0].split(", "))
-    assert len(notes) == 84 and NOTES.expected == f"honey={notes['honey']}"
-    assert NOTES.question.endswith(" What is honey?")
+    assert len(notes) == 105 and NOTES.expected == f"badge={notes['badge']}"
+    assert NOTES.question.endswith(" What is badge?")
     assert SUM.expected == f"28+85={28 + 85}"
     assert str(json.loads(TOOL.result)["price"]) in TOOL.expected
 
