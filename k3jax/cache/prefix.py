@@ -331,9 +331,14 @@ class PrefixTree:
         if oldest is not None:
             return oldest
         tails = (h for h in self._checkpoints if isinstance(h, _Tail))
-        tail = next((tail for tail in tails if self._pages.count(tail.page) == 1), None)
+        tail = next((tail for tail in tails if self._only_tails_hold(tail)), None)
         # A leaf of pages in use frees none of its own, but gives way to what lies before it.
         return tail or last
+
+    def _only_tails_hold(self, tail: _Tail) -> bool:
+        """Whether dropping tails frees the page: several may stand in one, at other tokens."""
+        sharing = sum(other.page == tail.page for other in tail.node.tails)
+        return self._pages.count(tail.page) == sharing
 
     def _holders(self, victim: _Node | _Tail) -> list[_Node | _Tail]:
         if isinstance(victim, _Tail):
