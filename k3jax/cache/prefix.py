@@ -132,6 +132,16 @@ class PrefixTree:
         tail_page = best.page if isinstance(best, _Tail) else None
         return Match(length, pages, tail_page, best.slot, max(matched, node.end))
 
+    def known_pages(self, tokens: Tokens) -> tuple[int, ...]:
+        """The whole pages that the tree has for the beginning of `tokens`, usable or not."""
+        path, matched = self._walk(tokens)
+        node = path[-1]
+        pages = [page for part in path for page in part.pages]
+        if matched > node.end:
+            child = node.children[tuple(tokens[node.end : node.end + self.page_size])]
+            pages += child.pages[: (matched - node.end) // self.page_size]
+        return tuple(pages)
+
     def insert(self, entry: PrefixEntry) -> bool:
         """Keep a prefix whose pages and state have been written; True if its checkpoint is new.
 

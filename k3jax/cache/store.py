@@ -71,6 +71,11 @@ class PrefixStore:
             self.tree.drop_checkpoint(entry)
         return self.slots.take()
 
+    def can_take_slots(self, count: int) -> bool:
+        """Whether `count` slots are free or can be evicted."""
+        _, held = self.tree.held()
+        return self.slots.num_free + sum(self.slots.count(s) == 1 for s in held) >= count
+
     def evictable_pages(self, enough: int) -> int:
         """Pages that only the tree holds (counting stops at `enough`)."""
         held, _ = self.tree.held()

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.cache.offload import HostTier
 from k3jax.cache.prefix import PrefixEntry
 from k3jax.cache.store import PrefixStore
 from k3jax.config import K3Config
 from k3jax.engine.batch import Packer
 from k3jax.engine.engine_config import EngineConfig
+from k3jax.engine.prefix_copies import read_prefix, write_prefix
 from k3jax.engine.request import (
     FinishReason,
     Request,
@@ -34,6 +37,9 @@ from k3jax.engine.sequence import Emission, Phase, Sequence, StepPlan
 from k3jax.engine.step import StepOutput, StepState, jitted_history, jitted_step
 from k3jax.model.params import K3Params
 from k3jax.state import DecodeState
+from k3jax.state.latent import page_bytes
+from k3jax.state.recurrent import slot_bytes
+from k3jax.state.transfer import PAGES_AT_ONCE, PrefixArrays
 
 MAX_LOGPROBS = 20
 """Alternatives that a step finds when some row asks for log-probabilities."""
@@ -78,6 +84,12 @@ class EngineStats:
     preemptions: int
     steps: int
     state_bytes: int
+    host_entries: int = 0
+    """Resumable prefixes in host memory."""
+    host_bytes: int = 0
+    host_hits: int = 0
+    """Prefixes brought back from host memory."""
+    host_hit_tokens: int = 0
 
 
 class Engine:
@@ -114,6 +126,7 @@ class Engine:
             contexts=settings.contexts,
         )
         self.state = self._fresh_state()
+        self.host = self._host_tier() if settings.host_bytes else None
         self._live: dict[str, list[Sequence]] = {}
         self._events: list[TokenEvent] = []
         self._changes: list[CacheChange] = []
@@ -169,6 +182,8 @@ class Engine:
         Raises StepFailed when a step does; every request has then ended and been dropped.
         """
         try:
+            if self.host is not None:
+                self.host.collect()
             plan = self.scheduler.plan()
             if plan is not None:
                 self.dispatch(plan)
@@ -225,13 +240,19 @@ class Engine:
             preemptions=self.scheduler.preemptions,
             steps=self._steps,
             state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state)),
+            host_entries=0 if self.host is None else len(self.host),
+            host_bytes=0 if self.host is None else self.host.nbytes,
+            host_hits=0 if self.host is None else self.host.counters.hits,
+            host_hit_tokens=0 if self.host is None else self.host.counters.hit_tokens,
         )
 
     def flush_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes, those in host memory too."""
         for entry in self.store.tree.entries():
             self._note_change(entry, False)
         self.store.clear()
+        if self.host is not None:
+            self.host.clear()
 
     def drain_cache_changes(self) -> list[CacheChange]:
         """Prefixes that became or ceased to be resumable since the last call, in order."""
@@ -372,6 +393,30 @@ class Engine:
             last_tokens=jnp.zeros(settings.max_rows, jnp.int32),
         )
 
+    def _host_tier(self) -> HostTier:
+        settings = self.settings
+        tier = HostTier(
+            settings.host_bytes,
+            self.store,
+            read=self._read_prefix,
+            write=self._write_prefix,
+            slot_bytes=slot_bytes(self.config, self._dtype),
+            page_bytes=page_bytes(self.config, settings.page_size, self._dtype),
+            least_tokens=settings.host_least_tokens,
+        )
+        self.store.offload = tier.offload
+        self.scheduler.promote = tier.promote
+        return tier
+
+    def _read_prefix(self, slot: int, pages: Seq[int]) -> PrefixArrays:
+        return read_prefix(self.state.decode, slot, pages)
+
+    def _write_prefix(
+        self, slot: int, pages: Seq[int], arrays: PrefixArrays, skip: int = 0
+    ) -> None:
+        decode = write_prefix(self.state.decode, slot, pages, arrays, skip)
+        self.state = self.state.replace(decode=decode)
+
     def _programs(self) -> Iterator[tuple[str, Callable[[], None]]]:
         shapes = [*self.settings.prefill_shapes, *((n, 1) for n in self.settings.decode_rows)]
         for rows, width in shapes:
@@ -387,6 +432,8 @@ class Engine:
                         lambda shape=(rows, width, pages): self._run_idle(*shape, images=True),
                     )
         yield "token histories", self._run_history
+        if self.host is not None:
+            yield "prefixes to and from the host", self._run_prefix
 
     def _run_idle(self, rows: int, width: int, pages: int, *, images: bool = False) -> None:
         inputs = self._packer.idle(rows, width, pages, images=images)
@@ -399,6 +446,10 @@ class Engine:
         self.state = jitted_history(
             self.state, np.int32(0), np.zeros(vocab, np.bool_), np.zeros(vocab, np.int32)
         )
+
+    def _run_prefix(self) -> None:
+        arrays = jax.device_get(self._read_prefix(0, [0] * PAGES_AT_ONCE))
+        self._write_prefix(-1, [-1] * PAGES_AT_ONCE, arrays)
 
     def _check(self, request: Request) -> int:
         """The tokens that the request may generate; raises ValueError for a wrong one."""

@@ -38,6 +38,8 @@ class EngineConfig:
     prefix_cache: bool = True
     host_bytes: int = 0
     """Host memory for prefixes that the device has no room for."""
+    host_least_tokens: int = 64
+    """Prefixes that would save fewer tokens are not worth a copy to or from the host."""
     dtype: Any = None
     """Of windows and latents; default: that of the weights."""
 
@@ -51,7 +53,14 @@ class EngineConfig:
 
     def resolve(self, config: K3Config) -> ResolvedConfig:
         """All sizes for a model. Raises ValueError naming the setting and its rule."""
-        for name in ("max_rows", "page_size", "token_budget", "max_waiting", "max_choices"):
+        for name in (
+            "max_rows",
+            "page_size",
+            "token_budget",
+            "max_waiting",
+            "max_choices",
+            "host_least_tokens",
+        ):
             _at_least(name, getattr(self, name), 1)
         _at_least("host_bytes", self.host_bytes, 0)
         context = self._context(config)

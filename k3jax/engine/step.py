@@ -14,9 +14,10 @@ from k3jax.engine.sampling import SamplingInputs, TokenHistory, penalize, sample
 from k3jax.model import backbone
 from k3jax.model.params import K3Params
 from k3jax.model.vision import merge_features
-from k3jax.state import DecodeState, Spans
+from k3jax.state import DecodeState, LatentCache, RecurrentState, Spans
 from k3jax.state.latent import copy_pages
 from k3jax.state.spans import HostOrDevice
+from k3jax.state.transfer import SlotCopy, read_pages, read_slot, write_pages, write_slot
 
 
 class ImageInputs(struct.PyTreeNode):
@@ -206,3 +207,35 @@ def jitted_history(
             output=state.history.output.at[lane].set(output),
         )
     )
+
+
+@jax.jit
+def jitted_read_slot(state: RecurrentState, slot: Int32[HostOrDevice, ""]) -> SlotCopy:
+    """`read_slot`, compiled."""
+    return read_slot(state, slot)
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def jitted_write_slot(
+    state: RecurrentState, slot: Int32[HostOrDevice, ""], copy: SlotCopy
+) -> RecurrentState:
+    """`write_slot`, compiled; `state` is donated."""
+    return write_slot(state, slot, copy)
+
+
+@jax.jit
+def jitted_read_pages(
+    cache: LatentCache, pages: Int32[HostOrDevice, "page"]
+) -> Float[Array, "layer page position latent"]:
+    """`read_pages`, compiled for one number of pages."""
+    return read_pages(cache, pages)
+
+
+@partial(jax.jit, donate_argnames=("cache",))
+def jitted_write_pages(
+    cache: LatentCache,
+    pages: Int32[HostOrDevice, "page"],
+    values: Float[HostOrDevice, "layer page position latent"],
+) -> LatentCache:
+    """`write_pages`, compiled for one number of pages; `cache` is donated."""
+    return write_pages(cache, pages, values)

@@ -78,3 +78,9 @@ def gather(
     context = jnp.where(known[..., None], context, jnp.zeros((), pool.dtype))
     # Gathered once, not again inside each product that reads it.
     return jax.lax.optimization_barrier(context)
+
+
+def page_bytes(config: K3Config, page_size: int, dtype: jnp.dtype) -> int:
+    """Bytes of one page over all MLA layers."""
+    cache = jax.eval_shape(lambda: LatentCache.init(config, 1, page_size, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
