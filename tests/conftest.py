@@ -9,6 +9,10 @@ from hypothesis import settings
 # anything imports JAX.
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
+# Interpreted GPU kernels wait for one another inside host callbacks, each of which holds a thread
+# of XLA's pool: with a thread per core, a small machine deadlocks.
+os.environ.setdefault("NPROC", "16")
+
 # A jitted function compiles at its first example, which no per-example deadline can allow for.
 settings.register_profile("compiling", deadline=None)
 settings.load_profile("compiling")

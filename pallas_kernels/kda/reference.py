@@ -117,3 +117,38 @@ def gated_rms_norm(
     x = x.astype(jnp.float32)
     normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return normed * weight.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+
+
+def kda_mixer_step(
+    projected: Float[Array, "B C"],
+    decay: Float[Array, "B H K"],
+    beta: Float[Array, "B H"],
+    gate: Float[Array, "B H K"],
+    taps: Float[Array, "C W"],
+    a_log: Float[Array, "H"],
+    decay_bias: Float[Array, "H K"],
+    out_norm: Float[Array, "K"],
+    state: Float[Array, "B H K K"],
+    window: Float[Array, "B W-1 C"],
+    *,
+    lower_bound: float | None,
+    eps: float,
+) -> tuple[Float[Array, "B H K"], Float[Array, "B H K K"], Float[Array, "B W-1 C"]]:
+    """One token of a mixer between its projections: the functions above in their order.
+
+    `projected` holds all heads' queries, then keys, then values; `decay`, `beta` and `gate` are
+    logits. Returns the gated output, the new state and the new window.
+    """
+    rows, heads, key = decay.shape
+    lengths = jnp.ones((rows,), jnp.int32)
+    mixed, window = short_conv(projected[:, None], window, taps, lengths)
+    q, k, v = jnp.split(mixed.reshape(rows, 1, 3 * heads, key), 3, axis=2)
+    out, state = kda_recurrent(
+        l2_norm(q) * key**-0.5,
+        l2_norm(k),
+        v,
+        log_decay_gate(decay, a_log, decay_bias, lower_bound)[:, None],
+        jax.nn.sigmoid(beta.astype(jnp.float32))[:, None],
+        state,
+    )
+    return gated_rms_norm(out[:, 0], gate, out_norm, eps), state, window

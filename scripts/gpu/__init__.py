@@ -1,0 +1,1 @@
+"""What the GPU scripts share: cases, compiling without a GPU, and floors."""
