@@ -23,9 +23,11 @@ from k3jax.engine.batch import Packer
 from k3jax.engine.engine_config import EngineConfig
 from k3jax.engine.prefix_copies import read_prefix, write_prefix
 from k3jax.engine.request import (
+    MAX_SEED,
     FinishReason,
     Request,
     RequestTiming,
+    SamplingParams,
     TokenEvent,
     TokenLogprobs,
     check_prompt,
@@ -150,6 +152,7 @@ class Engine:
             sequence = Sequence(
                 request,
                 choice,
+                _sampling_of(request, choice),
                 self._arrivals,
                 budget,
                 stop_ids,
@@ -490,3 +493,9 @@ class Engine:
 
     def _note_change(self, entry: PrefixEntry, stored: bool) -> None:
         self._changes.append(CacheChange(entry.tokens, stored))
+
+
+def _sampling_of(request: Request, choice: int) -> SamplingParams:
+    """Choice k draws with seed + k, which starts again at 0 after the largest seed."""
+    seed = (request.sampling.seed + choice) % (MAX_SEED + 1)
+    return dataclasses.replace(request.sampling, seed=seed)

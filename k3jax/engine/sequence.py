@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from k3jax.cache.prefix import PrefixEntry
@@ -27,6 +27,8 @@ class Sequence:
 
     request: Request
     choice: int
+    sampling: SamplingParams
+    """The request's, with this choice's seed."""
     arrival: int
     budget: int
     """Tokens it may generate."""
@@ -70,13 +72,6 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens sampled so far, seen or not."""
         return len(self.tokens) - self.num_prompt + self.pending
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The request's sampling with this choice's seed."""
-        if self.choice == 0:
-            return self.request.sampling
-        return replace(self.request.sampling, seed=self.request.sampling.seed + self.choice)
 
     @property
     def rank(self) -> tuple[int, int]:

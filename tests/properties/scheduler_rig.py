@@ -95,6 +95,7 @@ class Rig:
             sequence = Sequence(
                 request,
                 choice,
+                request.sampling,
                 self._arrivals,
                 budget,
                 frozenset([STOP] if stops else []),
