@@ -95,7 +95,7 @@ class Rig:
             sequence = Sequence(
                 request,
                 choice,
-                request.sampling,
+                SamplingParams(max_tokens=max_tokens, seed=seed + choice),
                 self._arrivals,
                 budget,
                 frozenset([STOP] if stops else []),
