@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -133,13 +134,17 @@ class EngineLoop:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End the thread after the step in progress; open requests fail."""
+    async def stop(self, timeout: float = 10.0) -> None:
+        """End the thread after what it is doing; open requests fail.
+
+        After `timeout` seconds it is left alone, to die with the process: compiling takes minutes.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            await self._stopped.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), timeout)
 
     @property
     def open_requests(self) -> int:

@@ -9,11 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 POLL_SECONDS = 0.05
 
@@ -62,22 +63,34 @@ class GatewayOptions:
         ]
 
 
-class Gateway:
-    """A running `smg`; a context manager that ends it."""
+# Linux ends a process that said so (PR_SET_PDEATHSIG) with the one that started it.
+_DIE_WITH_PARENT = """\
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
-    def __init__(self, options: GatewayOptions, *, log: IO[str] | int | None = None) -> None:
-        """Start the process; its output goes to `log`, or to this process's own."""
+
+class Gateway:
+    """A running `smg`; a context manager that ends it. Start it from a thread that lives on."""
+
+    def __init__(self, options: GatewayOptions, *, say: Callable[[str], None] = print) -> None:
+        """Start the process; `say` gets the lines that it writes, but for its picture."""
         self.options = options
         self.url = f"http://{bracketed(options.host)}:{options.port}"
-        smg = Path(sys.executable).with_name("smg")
+        smg = str(Path(sys.executable).with_name("smg"))
         self.process = subprocess.Popen(
-            [str(smg), *options.arguments()],
+            [sys.executable, "-c", _DIE_WITH_PARENT, smg, *options.arguments()],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT if log is not None else None,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which then drains in order
         )
+        self._reader = threading.Thread(target=self._pass_on, args=(say,), daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> Gateway:
         return self
@@ -137,6 +150,13 @@ class Gateway:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def _pass_on(self, say: Callable[[str], None]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            text = line.rstrip()
+            if text and not any("\u2800" <= character <= "\u28ff" for character in text):
+                say(text)
 
     def _must(self, method: str, path: str, body: object = None) -> bytes:
         status, answer = self.request(method, path, body)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from k3jax.engine.request import TokenEvent
+from serving.compile_count import CompileCount
 from serving.engine_loop import EngineLoop
 from serving.introspection import numbers
 from serving.request_log import RequestRecord
@@ -45,7 +46,12 @@ class Metrics:
         self._generated = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
         self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found cached.")
+        self._compiled = CompileCount()
         self.registry.register(self)  # pyright: ignore[reportArgumentType]
+
+    def note_ready(self) -> None:
+        """From now on nothing should compile."""
+        self._compiled.note_ready()
 
     def collect(self) -> Iterator[Metric]:
         """Gauges, for the registry."""
@@ -55,10 +61,17 @@ class Metrics:
             "vllm:num_requests_waiting": stats.waiting,
             "vllm:kv_cache_usage_perc": 1 - stats.pages_free / max(1, stats.pages_total),
         }
+        gauges |= {
+            "k3jax:compiled_programs": self._compiled.total,
+            "k3jax:compiled_programs_after_ready": self._compiled.after_ready,
+        }
         for name, value in gauges.items():
             yield self._gauge(name, float(value))
         for name, value in numbers(stats).items():
-            yield self._gauge(f"k3jax:{name.replace('.', '_')}", value)
+            if "." not in name:
+                yield self._gauge(f"k3jax:{name}", value)
+        yield self._by_reason("k3jax:prefix_cache_misses", "Prompts not found.", stats.misses)
+        yield self._by_reason("k3jax:prefix_cache_evictions", "Cached.", stats.evictions)
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
             "Sizes of the paged cache.",
@@ -117,6 +130,12 @@ class Metrics:
 
     def _counter(self, name: str, help_text: str) -> Counter:
         return Counter(name, help_text, _LABELS, registry=self.registry).labels(*self._values)
+
+    def _by_reason(self, name: str, help_text: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=(*_LABELS, "reason"))
+        for reason, count in counts.items():
+            family.add_metric((*self._values, str(reason)), count)
+        return family
 
     def _gauge(self, name: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, f"{name.partition(':')[2]} of the engine.", labels=_LABELS)

@@ -125,7 +125,7 @@ class Worker:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         # What is left are calls cut off by the deadline, and watchers, who would stay for ever.
         await self._server.stop(STOP_SECONDS if grace_seconds else 0)
-        await self.loop.stop()
+        await self.loop.stop(max(grace_seconds, 1.0))
         self.constraints.close()
 
     async def wait(self) -> None:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-COMMANDS = ("demo", "chat", "generate", "info", "convert", "version")
+COMMANDS = ("demo", "chat", "serve", "generate", "info", "convert", "version")
 
 USAGE_ERROR = 2
 INTERRUPTED = 128 + 2  # what a shell reports for a program ended by SIGINT
@@ -27,6 +27,7 @@ _EXAMPLES = """\
 examples:
   k3jax demo                   what the bundled model can do
   k3jax chat k3-nano           talk to it in the terminal
+  k3jax serve k3-nano          OpenAI's API on port 8000, gRPC on 50051
   k3jax generate k3-nano --prompt "What is 12+30?"
   k3jax info WEIGHTS           what a model folder holds
   k3jax convert SRC DST        the same model in the native or the released format

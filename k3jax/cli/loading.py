@@ -38,7 +38,7 @@ def load_params(
     model: TextModel, *, dtype: str | None = None, dequantize: bool = False
 ) -> K3Params:
     """The model's weights, with a progress bar on a terminal. Raises as `load_model`."""
-    from k3jax.cli.compilation_cache import enable_compilation_cache
+    from k3jax.compilation_cache import enable_compilation_cache
     from k3jax.weights import load_model
 
     enable_compilation_cache()

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from k3jax.cli.compilation_cache import enable_compilation_cache
 from k3jax.cli.compile_clock import CompileClock
 from k3jax.cli.loading import load_params, open_text_model
+from k3jax.compilation_cache import enable_compilation_cache
 from k3jax.quant import QuantArray
 
 
@@ -27,7 +27,7 @@ def test_weights_are_packed_float32_unless_asked_otherwise(text_folder: Path):
 def chosen_folder(home: Path, **environment: str) -> str:
     """What a fresh process with this environment uses, as JAX's setting says."""
     code = (
-        "from k3jax.cli.compilation_cache import enable_compilation_cache as enable\n"
+        "from k3jax.compilation_cache import enable_compilation_cache as enable\n"
         "folder = enable()\n"
         "import jax\n"
         "assert str(folder) == str(jax.config.jax_compilation_cache_dir), folder\n"

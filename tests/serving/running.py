@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,19 +138,18 @@ def running_worker(
 @contextmanager
 def running_gateway(*workers: RunningWorker, **options: Any) -> Iterator[Gateway]:
     """The real gateway before some workers, for the length of a block."""
-    with tempfile.TemporaryFile("w+") as log:
-        chosen = {
-            "host": "127.0.0.1",
-            "port": free_port(),
-            "metrics_port": free_port(),
-            "workers": [worker.url for worker in workers],
-            "grace_seconds": 2,
-        }
-        with Gateway(GatewayOptions(**{**chosen, **options}), log=log.fileno()) as gateway:
-            try:
-                gateway.wait_ready(30)
-            except Exception:
-                log.seek(0)
-                print(log.read())
-                raise
-            yield gateway
+    lines: list[str] = []
+    chosen = {
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "metrics_port": free_port(),
+        "workers": [worker.url for worker in workers],
+        "grace_seconds": 2,
+    }
+    with Gateway(GatewayOptions(**{**chosen, **options}), say=lines.append) as gateway:
+        try:
+            gateway.wait_ready(60)
+        except Exception:
+            print(*lines, sep="\n")
+            raise
+        yield gateway

@@ -1,4 +1,4 @@
-"""Keeps compiled programs between runs of the command, so that a repeated one starts at once."""
+"""Keeps compiled programs between processes, so that a repeated one starts at once."""
 
 import os
 from pathlib import Path
