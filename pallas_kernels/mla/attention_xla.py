@@ -39,9 +39,8 @@ def mla_absorbed(
     scale = 1.0 / math.sqrt(q.shape[-1])
     # Heads first and alone: a product batched over the axis that its operands have outermost is
     # several times faster on CPU.
-    by_head = jax.lax.optimization_barrier(q[..., :nope].transpose(2, 0, 1, 3))
-    q_latent = jnp.einsum("hxn,hnr->hxr", by_head.reshape(heads, -1, nope), kv_up[:, :nope])
-    q_latent = q_latent.reshape(heads, rows, tokens, rank).transpose(1, 2, 0, 3)
+    by_head = q[..., :nope].transpose(2, 0, 1, 3).reshape(heads, -1, nope)
+    q_latent = _absorb(by_head, kv_up).reshape(heads, rows, tokens, rank).transpose(1, 2, 0, 3)
     query = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
 
     def attend(query: Array, position: Array) -> Array:
@@ -54,7 +53,7 @@ def mla_absorbed(
         return mixed.reshape(rows, count, heads, -1)[..., :rank]
 
     out = _over_query_blocks(attend, query, starts).transpose(2, 0, 1, 3)
-    out = _product(out.reshape(heads, -1, rank), kv_up[:, nope:]).astype(q.dtype)
+    out = _values(out.reshape(heads, -1, rank), kv_up, nope).astype(q.dtype)
     return out.reshape(heads, rows, tokens, -1).transpose(1, 2, 0, 3)
 
 
@@ -83,6 +82,40 @@ def mla_expanded(
         return jnp.einsum("bhtc,bhcv->bthv", weights, values)
 
     return _over_query_blocks(attend, q, starts)
+
+
+def _absorb(
+    q: Float[Array, "head query nope"], kv_up: Float[Array, "head out latent"]
+) -> Float[Array, "head query latent"]:
+    """Queries times the key rows of `kv_up`.
+
+    On CPU a slice in front of a product is a copy. While the queries are few, reading the value
+    rows too, times zero, costs less.
+    """
+    nope = q.shape[2]
+    if _few(q):
+        zeros = jnp.zeros((*q.shape[:2], kv_up.shape[1] - nope), q.dtype)
+        q = jax.lax.optimization_barrier(jnp.concatenate([q, zeros], axis=-1))
+        return jax.lax.optimization_barrier(jnp.einsum("hxn,hnr->hxr", q, kv_up))
+    q = jax.lax.optimization_barrier(q)
+    return jnp.einsum("hxn,hnr->hxr", q, kv_up[:, :nope])
+
+
+def _values(
+    mixed: Float[Array, "head query latent"], kv_up: Float[Array, "head out latent"], nope: int
+) -> Float[Array, "head query value"]:
+    """Mixed latents times the value rows of `kv_up`; as in `_absorb`, whole while few."""
+    if not _few(mixed):
+        return _product(mixed, kv_up[:, nope:])
+    if mixed.shape[1] > 1:
+        return _product(mixed, kv_up)[..., nope:]
+    # One row each: XLA's own matrix-vector code, which the streamed form would not reach.
+    whole = jnp.einsum("hxr,hor->hxo", jax.lax.optimization_barrier(mixed), kv_up)
+    return jax.lax.optimization_barrier(whole)[..., nope:]
+
+
+def _few(x: Float[Array, "head query width"]) -> bool:
+    return jax.default_backend() == "cpu" and x.dtype == jnp.float32 and x.shape[1] < DOT_ROWS
 
 
 def _product(
