@@ -28,6 +28,7 @@ import numpy as np
 
 from k3jax import config as configs
 from k3jax.config import K3Config
+from k3jax.engine.host import keep_freed_memory
 from k3jax.engine.request import SamplingParams
 from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.step import StepInputs, StepState, jitted_step
@@ -234,6 +235,7 @@ def main() -> int:
     parser.add_argument("--weights", choices=("float32", "int8"), default="float32")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    keep_freed_memory()
     config = small_config()
     params = jax.jit(model_params.init, static_argnums=0)(config, jax.random.key(0))
     if args.weights == "int8":

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from k3jax.engine.host import keep_freed_memory
+
 COMMANDS = ("demo", "chat", "serve", "generate", "info", "convert", "version")
 
 USAGE_ERROR = 2
@@ -50,6 +52,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[str] = COMMAND
     if args.command is None:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
+    keep_freed_memory()
     try:
         code = args.run(args)
         print(end="", flush=True)  # a closed pipe must show here, not at interpreter exit

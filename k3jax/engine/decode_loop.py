@@ -11,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32
 
 from k3jax.config import K3Config
+from k3jax.engine.host import COMPILER_OPTIONS
 from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.step import StepInputs, StepOutput, StepState, step
 from k3jax.model.params import K3Params
@@ -94,7 +95,12 @@ def record(loop: Loop, output: StepOutput, emits: Bool[Array, "row"], limits: Ro
     )
 
 
-@partial(jax.jit, static_argnames=("config", "logprobs"), donate_argnames=("loop", "state"))
+@partial(
+    jax.jit,
+    static_argnames=("config", "logprobs"),
+    donate_argnames=("loop", "state"),
+    compiler_options=COMPILER_OPTIONS,
+)
 def decode_loop(
     params: K3Params,
     config: K3Config,

@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax.config import K3Config
+from k3jax.engine.host import COMPILER_OPTIONS
 from k3jax.engine.sampling import SamplingInputs, TokenHistory, penalize, sample, top_logprobs
 from k3jax.model import backbone
 from k3jax.model.params import K3Params
@@ -113,7 +114,12 @@ def step(
     )
 
 
-@partial(jax.jit, static_argnames=("config", "logprobs"), donate_argnames=("state",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "logprobs"),
+    donate_argnames=("state",),
+    compiler_options=COMPILER_OPTIONS,
+)
 def jitted_step(
     params: K3Params,
     config: K3Config,

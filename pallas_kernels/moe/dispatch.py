@@ -13,7 +13,7 @@ from pallas_kernels.moe.pairs_xla import experts_by_pair
 from pallas_kernels.moe.reference import Activation, Weight
 from pallas_kernels.moe.routing import sort_pairs
 
-PAIRS_PER_EXPERT = {"float": 2, "int8": 4, "mxfp4": 2}
+PAIRS_PER_EXPERT = {"float": 4, "int8": 4, "mxfp4": 2}
 """Up to so many pairs per expert, each pair reads its expert's weights for itself."""
 
 
