@@ -94,6 +94,20 @@ class PrefixEntry:
         return len(self.tokens)
 
 
+@dataclass(frozen=True)
+class TreeRun:
+    """A node of the tree, to look at: its run of whole pages, and the checkpoints at its end."""
+
+    depth: int
+    """Runs before it."""
+    start: int
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    slot: int | None
+    tails: tuple[tuple[int, int, int], ...]
+    """Checkpoints a few tokens further: how many, the page that holds them, and the slot."""
+
+
 class PrefixTree:
     """Token runs → pages and checkpoints. Holds one reference on everything it keeps."""
 
@@ -220,6 +234,20 @@ class PrefixTree:
     def entries(self) -> Iterator[PrefixEntry]:
         """Every resumable prefix, least recently used first."""
         return (self._entry(holder) for holder in self._checkpoints)
+
+    def runs(self) -> Iterator[TreeRun]:
+        """Every node, each before those that continue it.
+
+        Tails at the very beginning of prompts belong to a first run of no tokens.
+        """
+        stack = [(self._root, 0)]
+        while stack:
+            node, depth = stack.pop()
+            tails = tuple((len(tail.tokens), tail.page, tail.slot) for tail in node.tails)
+            if node.parent is not None or tails:
+                yield TreeRun(depth, node.start, node.run, node.pages, node.slot, tails)
+            below = depth + (node.parent is not None)
+            stack += [(child, below) for child in reversed(node.children.values())]
 
     def held(self) -> tuple[Counter[int], Counter[int]]:
         """References that the tree holds, on pages and on slots."""
