@@ -29,6 +29,7 @@ _EXAMPLES = """\
 examples:
   k3jax chat k3-nano
   k3jax chat WEIGHTS --tools tools.json --effort low
+  k3jax chat --server 127.0.0.1:50051        with a model that `k3jax serve` runs
   printf 'What is 12+30?\\n/think off\\nSort: pear apple\\n' | k3jax chat k3-nano
 """
 
@@ -41,7 +42,13 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, optional=True)
+    parser.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        help="gRPC address of a running service, instead of WEIGHTS",
+    )
+    parser.add_argument("--token", metavar="KEY", help="what that service asks of its callers")
     parser.add_argument("--system", metavar="TEXT", help="system message to start with")
     parser.add_argument(
         "--tools", metavar="FILE", help="JSON list of tool declarations in OpenAI's form"
@@ -53,6 +60,10 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything, load the weights, then converse until the end of the input."""
+    if (args.weights is None) == (args.server is None):
+        raise ValueError("expected either WEIGHTS or --server HOST:PORT")
+    if args.server is not None:
+        return _run_with_server(args)
     model = open_text_model(args.weights)
     sampling = replace(model.sampling, **sampling_fields(args))
     options = chat_options(args, tools=_read_tools(args.tools))
@@ -67,6 +78,21 @@ def run(args: argparse.Namespace) -> int:
         source = model_source(model, params)
         conversation = Conversation(model, source, sampling, options, clock=clock.running)
         ChatLoop(conversation, compiling=lambda: clock.seconds, system=args.system).run()
+    return 0
+
+
+def _run_with_server(args: argparse.Namespace) -> int:
+    from k3jax.cli.chat_loop import ChatLoop
+    from k3jax.cli.conversation import Conversation
+    from k3jax.cli.server_source import server_source
+    from serving.client import Client
+
+    with Client(args.server, token=args.token) as client:
+        sampling = replace(client.model.sampling, **sampling_fields(args))
+        options = chat_options(args, tools=_read_tools(args.tools))
+        _check(client.model, options)
+        conversation = Conversation(client.model, server_source(client), sampling, options)
+        ChatLoop(conversation, system=args.system).run()
     return 0
 
 

@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from k3jax.text_model import TextModel
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Declare WEIGHTS, --dtype and --dequantize."""
     parser.add_argument(
         "weights",
         metavar="WEIGHTS",
+        nargs="?" if optional else None,
         help="model folder with its tokenizer, or k3-nano for the bundled model",
     )
     parser.add_argument(
