@@ -143,7 +143,8 @@ def _contexts(context: int) -> tuple[int, ...]:
 
 
 def _shapes(budget: int, max_rows: int) -> tuple[tuple[int, int], ...]:
-    widths = sorted({min(max(budget, 2), width) for width in (*SPAN_WIDTHS, budget)})
+    budget = max(budget, 2)
+    widths = sorted({min(budget, width) for width in (*SPAN_WIDTHS, budget)})
     shapes = {(1, width) for width in widths}
     shapes |= {(max(1, min(max_rows, budget // width)), width) for width in widths}
     return tuple(sorted(shapes, key=lambda shape: (shape[1], shape[0])))
