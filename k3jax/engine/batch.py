@@ -176,6 +176,8 @@ class Packer:
         if not span:
             return None
         first = tokens[: row.start].count(vision.media_token_id)
-        features = jnp.asarray(images.features)[first : first + span]
-        features = jnp.pad(features, ((0, plan.width - span), (0, 0)))
+        # On the host: a cut or padding of its own size would compile with every new image.
+        features = np.zeros((plan.width, self._config.hidden_size), np.float32)
+        taken = np.asarray(images.features)[first : first + span]
+        features[: len(taken)] = taken
         return ImageInputs(features, np.zeros(plan.num_rows, np.int32))
