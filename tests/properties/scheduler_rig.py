@@ -213,6 +213,9 @@ class Rig:
         lanes = [row.sequence.lane for row in plan.rows]
         assert len(set(lanes)) == len(lanes) and -1 not in lanes
         assert plan.context <= self.sizes.max_context
+        asked = [row.sequence for row in plan.rows if row.emits]
+        blind = [s for s in asked if s.constraint is not None and s.pending > 1]
+        assert not blind, "a constrained row is asked for a token before its last one is known"
         if plan.width == 1:
             assert len(plan.rows) <= plan.num_rows <= self.sizes.max_rows
             assert all(row.decodes and row.length == 1 and row.emits for row in plan.rows)
