@@ -29,6 +29,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--rate", type=float, default=1.0, help="scale all step sizes (a trained start wants less)"
+    )
+    parser.add_argument(
         "--start", type=Path, help="go on from this model folder instead of random weights"
     )
     parser.add_argument(
@@ -47,7 +50,7 @@ def main() -> int:
     initial = None
     if args.start:
         initial, _ = load_model(args.start, dequantize_experts=True, progress=False)
-    plan = Plan(args.run, args.steps, args.minutes, args.seed, initial=initial)
+    plan = Plan(args.run, args.steps, args.minutes, args.seed, rate=args.rate, initial=initial)
     progress = train(plan, trainable(config), tokenizer)
     curve.draw(args.run)
     if not finished(plan, progress):

@@ -47,6 +47,8 @@ class Plan:
     minutes: float
     """Stop (and save) after this much time, finished or not."""
     seed: int = 0
+    rate: float = 1.0
+    """Scales the step sizes."""
     measure_every: int = 150
     save_every: int = 100
     samples: int = 10
@@ -127,7 +129,7 @@ def _loop(
     with bar:
         while not finished(plan, progress) and not progress.stop and time.monotonic() < deadline:
             batch, tokens = next(batches)
-            factor = optimizer.rate(progress.step, plan.steps)
+            factor = plan.rate * optimizer.rate(progress.step, plan.steps)
             progress.params, progress.moments, scores = step_fn(
                 progress.params, progress.moments, batch, jnp.int32(progress.step), factor
             )
