@@ -9,8 +9,16 @@ if TYPE_CHECKING:
     from k3jax.bundled import bundled_model
     from k3jax.chat import ChatOptions, Tokenizer, encode_chat, parse_output
     from k3jax.config import K3Config
+    from k3jax.engine.engine import Engine
+    from k3jax.engine.engine_config import EngineConfig
     from k3jax.engine.generate import PromptImages, generate, stream
-    from k3jax.engine.request import Completion, FinishReason, SamplingParams
+    from k3jax.engine.request import (
+        Completion,
+        FinishReason,
+        Request,
+        SamplingParams,
+        TokenEvent,
+    )
     from k3jax.text_model import Prompt, TextModel
     from k3jax.weights import load_model
 
@@ -20,12 +28,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "ChatOptions": "k3jax.chat",
     "Completion": "k3jax.engine.request",
+    "Engine": "k3jax.engine.engine",
+    "EngineConfig": "k3jax.engine.engine_config",
     "FinishReason": "k3jax.engine.request",
     "K3Config": "k3jax.config",
     "Prompt": "k3jax.text_model",
     "PromptImages": "k3jax.engine.generate",
+    "Request": "k3jax.engine.request",
     "SamplingParams": "k3jax.engine.request",
     "TextModel": "k3jax.text_model",
+    "TokenEvent": "k3jax.engine.request",
     "Tokenizer": "k3jax.chat",
     "bundled_model": "k3jax.bundled",
     "encode_chat": "k3jax.chat",
@@ -38,12 +50,16 @@ _HOMES = {
 __all__ = [
     "ChatOptions",
     "Completion",
+    "Engine",
+    "EngineConfig",
     "FinishReason",
     "K3Config",
     "Prompt",
     "PromptImages",
+    "Request",
     "SamplingParams",
     "TextModel",
+    "TokenEvent",
     "Tokenizer",
     "__version__",
     "bundled_model",

@@ -17,7 +17,7 @@ from k3jax.state import Spans
 class Packer:
     """Keeps what does not change from step to step by lane, so that packing a step is indexing.
 
-    `contexts` are the buckets, in tokens, for how far attention looks back. Lane `max_rows` is
+    `contexts` are the buckets, in tokens, for the width of the page table. Lane `max_rows` is
     that of padding rows.
     """
 

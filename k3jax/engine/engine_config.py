@@ -8,8 +8,8 @@ from typing import Any
 from k3jax.config import K3Config
 from pallas_kernels.kda import DEVICE_TUNING
 
-FIRST_CONTEXT = 512
-CONTEXT_STEP = 4
+FIRST_CONTEXT = 2**15
+CONTEXT_STEP = 8
 SPAN_WIDTHS = (64, 256, 1024)
 """Tokens per row of a prefill step, besides the whole budget."""
 
@@ -45,7 +45,8 @@ class EngineConfig:
 
     # Filled in by `resolve`.
     contexts: tuple[int, ...] = ()
-    """How far attention looks back, in buckets; the last one is `max_context`."""
+    """Buckets for the width of the page table, in tokens, up to `max_context`. Attention walks only
+    as far as the longest row reaches, so few are enough."""
     prefill_shapes: tuple[tuple[int, int], ...] = ()
     """Rows and tokens per row of prefill steps."""
     decode_rows: tuple[int, ...] = ()

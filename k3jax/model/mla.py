@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from k3jax.config import K3Config
 from k3jax.model.layers import rms_norm
@@ -12,7 +12,7 @@ from k3jax.model.params import MLAParams
 from k3jax.quant import matmul
 from k3jax.state import latent
 from k3jax.state.spans import Spans
-from pallas_kernels.mla import mla_absorbed, mla_expanded, prefers_expanded
+from pallas_kernels.mla import mla_absorbed, mla_expanded, mla_paged, prefers_expanded
 
 
 def mla(
@@ -39,23 +39,42 @@ def mla(
     c = rms_norm(down[..., :rank], params.kv_norm, config.latent_norm_eps)
     latents = jnp.concatenate([c, down[..., rank:]], axis=-1)
 
+    kv_up = params.kv_up.reshape(heads, nope + value, rank)
     if pages is None:
         real = spans.token_mask(tokens)[..., None]
-        starts, context = jnp.zeros_like(spans.starts), jnp.where(real, latents, 0)
+        o = _attend_within(q, jnp.where(real, latents, 0), kv_up, jnp.zeros_like(spans.starts))
     else:
         pages = latent.append(pages, spans, latents)
-        starts, context = jnp.asarray(spans.starts), latent.gather(pages, spans).astype(x.dtype)
-    expand = prefers_expanded(
-        tokens=tokens,
-        context=context.shape[1],
-        rank=rank,
-        nope=nope,
-        shared=shared,
-        value=value,
-    )
-    attend = mla_expanded if expand else mla_absorbed
-    o = attend(q, context, params.kv_up.reshape(heads, nope + value, rank), starts)
+        o = mla_paged(
+            q,
+            pages,
+            kv_up,
+            jnp.asarray(spans.page_table),
+            jnp.asarray(spans.starts),
+            jnp.asarray(spans.lengths),
+        )
     o = o.reshape(rows, tokens, heads * value)
     if params.gate is not None:
         o = o * jax.nn.sigmoid(matmul(x, params.gate))
     return matmul(o, params.out), pages
+
+
+def _attend_within(
+    q: Float[Array, "row token head query"],
+    context: Float[Array, "row token latent"],
+    kv_up: Float[Array, "head out latent"],
+    starts: Int[Array, "row"],
+) -> Float[Array, "row token head value"]:
+    """Attention of the given tokens to one another."""
+    tokens, rank = context.shape[1], kv_up.shape[2]
+    shared = context.shape[2] - rank
+    nope = q.shape[3] - shared
+    expand = prefers_expanded(
+        tokens=tokens,
+        context=tokens,
+        rank=rank,
+        nope=nope,
+        shared=shared,
+        value=kv_up.shape[1] - nope,
+    )
+    return (mla_expanded if expand else mla_absorbed)(q, context, kv_up, starts)

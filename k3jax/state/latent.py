@@ -66,20 +66,6 @@ def copy_pages(
     return jax.lax.optimization_barrier(pool.at[target].set(source, mode="drop"))
 
 
-def gather(
-    pool: Float[Array, "page position latent"], spans: Spans
-) -> Float[Array, "row context latent"]:
-    """Each row's cached latents in token order; positions past its last token are zero."""
-    rows, pages = spans.page_table.shape
-    page_size = pool.shape[1]
-    context = jnp.take(pool, spans.page_table, axis=0, mode="clip")
-    context = context.reshape(rows, pages * page_size, -1)
-    known = jnp.arange(pages * page_size) < (spans.starts + spans.lengths)[:, None]
-    context = jnp.where(known[..., None], context, jnp.zeros((), pool.dtype))
-    # Gathered once, not again inside each product that reads it.
-    return jax.lax.optimization_barrier(context)
-
-
 def page_bytes(config: K3Config, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page over all MLA layers."""
     cache = jax.eval_shape(lambda: LatentCache.init(config, 1, page_size, dtype))

@@ -33,28 +33,23 @@ def mla_absorbed(
 ) -> Float[Array, "row token head value"]:
     """`mla_reference` with `kv_up` moved to query and output: the latents are read as is."""
     _check(q, context, kv_up)
-    rows, tokens, heads, _ = q.shape
+    rows, _, heads, _ = q.shape
     rank = kv_up.shape[2]
     nope = q.shape[-1] - (context.shape[2] - rank)
     scale = 1.0 / math.sqrt(q.shape[-1])
-    # Heads first and alone: a product batched over the axis that its operands have outermost is
-    # several times faster on CPU.
-    by_head = q[..., :nope].transpose(2, 0, 1, 3).reshape(heads, -1, nope)
-    q_latent = _absorb(by_head, kv_up).reshape(heads, rows, tokens, rank).transpose(1, 2, 0, 3)
-    query = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
+    query = absorbed_queries(q, kv_up, nope)
 
     def attend(query: Array, position: Array) -> Array:
         count = query.shape[1]
-        scores = _product(query.reshape(rows, count * heads, -1), context)
+        scores = product(query.reshape(rows, count * heads, -1), context)
         weights = _softmax(scores.reshape(rows, count, heads, -1) * scale, position)
         weights = weights.astype(q.dtype).reshape(rows, count * heads, -1)
         # The whole latent, shared part and all: slicing it out first would copy the context.
         mixed = jnp.einsum("bxc,bcw->bxw", weights, context)
         return mixed.reshape(rows, count, heads, -1)[..., :rank]
 
-    out = _over_query_blocks(attend, query, starts).transpose(2, 0, 1, 3)
-    out = _values(out.reshape(heads, -1, rank), kv_up, nope).astype(q.dtype)
-    return out.reshape(heads, rows, tokens, -1).transpose(1, 2, 0, 3)
+    mixed = _over_query_blocks(attend, query, starts)
+    return projected_values(mixed, kv_up, nope).astype(q.dtype)
 
 
 def mla_expanded(
@@ -84,6 +79,28 @@ def mla_expanded(
     return _over_query_blocks(attend, q, starts)
 
 
+def absorbed_queries(
+    q: Float[Array, "row token head query"], kv_up: Float[Array, "head out latent"], nope: int
+) -> Float[Array, "row token head latent"]:
+    """Queries that meet latents directly: their key part through `kv_up`, then the shared part."""
+    rows, tokens, heads, _ = q.shape
+    # Heads first and alone: a product batched over the axis that its operands have outermost is
+    # several times faster on CPU.
+    by_head = q[..., :nope].transpose(2, 0, 1, 3).reshape(heads, -1, nope)
+    latent = _absorb(by_head, kv_up).reshape(heads, rows, tokens, -1).transpose(1, 2, 0, 3)
+    return jnp.concatenate([latent, q[..., nope:]], axis=-1)
+
+
+def projected_values(
+    mixed: Float[Array, "row token head latent"], kv_up: Float[Array, "head out latent"], nope: int
+) -> Float[Array, "row token head value"]:
+    """Each head's values of the latents that its weights have mixed."""
+    rows, tokens, heads, rank = mixed.shape
+    by_head = mixed.transpose(2, 0, 1, 3).reshape(heads, -1, rank)
+    out = _values(by_head, kv_up, nope)
+    return out.reshape(heads, rows, tokens, -1).transpose(1, 2, 0, 3)
+
+
 def _absorb(
     q: Float[Array, "head query nope"], kv_up: Float[Array, "head out latent"]
 ) -> Float[Array, "head query latent"]:
@@ -106,9 +123,9 @@ def _values(
 ) -> Float[Array, "head query value"]:
     """Mixed latents times the value rows of `kv_up`; as in `_absorb`, whole while few."""
     if not _few(mixed):
-        return _product(mixed, kv_up[:, nope:])
+        return product(mixed, kv_up[:, nope:])
     if mixed.shape[1] > 1:
-        return _product(mixed, kv_up)[..., nope:]
+        return product(mixed, kv_up)[..., nope:]
     # One row each: XLA's own matrix-vector code, which the streamed form would not reach.
     whole = jnp.einsum("hxr,hor->hxo", jax.lax.optimization_barrier(mixed), kv_up)
     return jax.lax.optimization_barrier(whole)[..., nope:]
@@ -118,7 +135,7 @@ def _few(x: Float[Array, "head query width"]) -> bool:
     return jax.default_backend() == "cpu" and x.dtype == jnp.float32 and x.shape[1] < DOT_ROWS
 
 
-def _product(
+def product(
     x: Float[Array, "batch row in"], w: Float[Array, "batch out in"]
 ) -> Float[Array, "batch row out"]:
     """`x wᵀ` per batch entry in float32, streaming w on CPU while the rows are few."""

@@ -43,7 +43,7 @@ def program(request):
     ints = np.zeros(rows, np.int32)
     inputs = StepInputs(
         tokens=np.zeros((rows, 1), np.int32),
-        spans=Spans(ints, ints, ints, ints, np.zeros((rows, 2), np.int32)),
+        spans=Spans(ints, ints, ints, ints, np.zeros((rows, 40), np.int32)),
         lanes=ints,
         emits=np.ones(rows, np.bool_),
         sampling=SamplingInputs.pack([SamplingParams()] * rows, [0] * rows),
