@@ -20,6 +20,7 @@ def experts_by_group(
     The number of blocks is the most that any routing can need, so nothing is dropped. Gradients
     reach x, the routing's weights and float expert weights. Packed weights are decoded whole.
     """
+    routing = routing.by_expert()
     total = routing.order.shape[0]
     block = max(8, min(256, total // count))
     blocks = total // block + min(count, total)

@@ -37,6 +37,15 @@ class Routing(NamedTuple):
         starts = jnp.searchsorted(self.sorted_experts(count), jnp.arange(count + 1))
         return jnp.diff(starts).astype(jnp.int32)
 
+    def by_expert(self) -> "Routing":
+        """The same with its pairs in order of their experts, which `sort_pairs` spares one row."""
+        if self.weights.shape[0] > 1:
+            return self
+        order = _argsort(self.experts)
+        return self._replace(
+            order=self.order[order], experts=self.experts[order], places=_argsort(order)[None]
+        )
+
     def padded_length(self, chunk: int) -> int:
         """Room for a chunk that starts at any pair."""
         return self.order.shape[0] + chunk - 1
@@ -63,7 +72,10 @@ def sort_pairs(
     valid: Bool[Array, "row"],
     count: int,
 ) -> Routing:
-    """Sorts the pairs of valid rows by expert; `count` is the number of experts."""
+    """Sorts the pairs of valid rows by expert; `count` is the number of experts.
+
+    One row's pairs stay as they are (`Routing.by_expert` sorts them): no two share an expert.
+    """
     flat = jnp.where(valid[:, None], indices, count).reshape(-1).astype(jnp.int32)
     alone = jnp.arange(len(flat), dtype=jnp.int32)
     order = _argsort(flat) if len(indices) > 1 else alone
