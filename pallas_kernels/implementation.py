@@ -130,8 +130,13 @@ def kernel_supports() -> dict[str, Callable[[ModelShape], Support]]:
     # Imported here because the ops ask this module what to run as.
     from pallas_kernels.kda import mixer_step_gpu
     from pallas_kernels.mla import paged_decode_gpu
+    from pallas_kernels.moe import mxfp4_gpu
 
-    return {"kda_decode": mixer_step_gpu.supports, "mla_decode": paged_decode_gpu.supports}
+    return {
+        "kda_decode": mixer_step_gpu.supports,
+        "mla_decode": paged_decode_gpu.supports,
+        "experts": mxfp4_gpu.supports,
+    }
 
 
 _active = jax.make_user_context(default_value=None)

@@ -115,7 +115,7 @@ SMALL = dataclasses.replace(
     experts=5,
     choices=2,
     expert_in=128,
-    expert_width=64,
+    expert_width=128,
     page_size=16,
 )
 

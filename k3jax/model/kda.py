@@ -11,6 +11,7 @@ from k3jax.model.params import KDAParams
 from k3jax.quant import matmul
 from k3jax.state.recurrent import read_slots, write_slots
 from k3jax.state.spans import Spans
+from pallas_kernels.implementation import Implementation, chosen
 from pallas_kernels.kda import (
     causal_conv,
     gated_rms_norm,
@@ -19,6 +20,7 @@ from pallas_kernels.kda import (
     l2_norm,
     log_decay_gate,
 )
+from pallas_kernels.kda.mixer_step import StepInputs, StepPools, StepWeights, kda_mixer_step
 
 Pools = tuple[Float32[Array, "slot head key value"], Float[Array, "slot tap channel"]]
 
@@ -40,6 +42,8 @@ def kda(
     heads, key = config.kda_num_heads, config.kda_head_dim
     bound = config.kda_gate_lower_bound
     projected = matmul(x, params.qkv)
+    if pools is not None and tokens == 1 and chosen("kda_decode") is not Implementation.XLA:
+        return _fused_step(params, config, x, projected, spans, pools)
     if pools is None:
         window = jnp.zeros((rows, config.kda_conv_size - 1, 3 * heads * key), x.dtype)
     else:
@@ -82,11 +86,44 @@ def kda(
         writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
         pools = (write_slots(pools[0], writes, final), write_slots(pools[1], writes, window))
 
-    if params.gate is not None:
-        gate = matmul(x, params.gate)
-    else:
-        assert params.gate_down is not None and params.gate_up is not None
-        gate = matmul(matmul(x, params.gate_down), params.gate_up)
-    gate = gate.reshape(rows, tokens, heads, key)
+    gate = _output_gate(params, x).reshape(rows, tokens, heads, key)
     o = gated_rms_norm(o, gate, params.out_norm, config.rms_norm_eps).astype(x.dtype)
     return matmul(o.reshape(rows, tokens, heads * key), params.out), pools
+
+
+def _fused_step(
+    params: KDAParams,
+    config: K3Config,
+    x: Float[Array, "row 1 hidden"],
+    projected: Float[Array, "row 1 channel"],
+    spans: Spans,
+    pools: Pools,
+) -> tuple[Float[Array, "row 1 hidden"], Pools]:
+    """The mixer for one token per row, with one kernel for all between its projections."""
+    rows = x.shape[0]
+    by_head = (rows, config.kda_num_heads, config.kda_head_dim)
+    o, new = kda_mixer_step(
+        StepInputs(
+            projected=projected[:, 0],
+            decay=matmul(matmul(x, params.decay_down), params.decay_up).reshape(by_head),
+            beta=matmul(x, params.beta)[:, 0],
+            gate=_output_gate(params, x).reshape(by_head),
+        ),
+        StepWeights(params.conv, params.decay_log_scale, params.decay_bias, params.out_norm),
+        StepPools(*pools),
+        jnp.asarray(spans.read_slots),
+        jnp.where(spans.lengths > 0, spans.write_slots, -1),
+        lower_bound=config.kda_gate_lower_bound,
+        eps=config.rms_norm_eps,
+    )
+    return matmul(o.reshape(rows, 1, -1), params.out), (new.states, new.windows)
+
+
+def _output_gate(
+    params: KDAParams, x: Float[Array, "row token hidden"]
+) -> Float[Array, "row token channel"]:
+    """Logits of the output gate: full rank in K3, low rank in Kimi-Linear."""
+    if params.gate is not None:
+        return matmul(x, params.gate)
+    assert params.gate_down is not None and params.gate_up is not None
+    return matmul(matmul(x, params.gate_down), params.gate_up)

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.implementation import Implementation, chosen
 from pallas_kernels.moe.blocks_xla import experts_by_block
+from pallas_kernels.moe.experts_gpu import experts_by_tile
 from pallas_kernels.moe.grouped_xla import experts_by_group
 from pallas_kernels.moe.pairs_xla import experts_by_pair
 from pallas_kernels.moe.reference import Activation, Weight
@@ -69,6 +71,11 @@ def _experts(
 ) -> jax.Array:
     count = _logical(gate_up)[0]
     routing = sort_pairs(indices, weights, valid, count)
+    runs = chosen("experts")
+    if runs is not Implementation.XLA:
+        assert isinstance(gate_up, tuple) and isinstance(down, tuple)
+        tiled = functools.partial(experts_by_tile, interpret=runs.interpret)
+        return tiled(x, routing, gate_up, down, activation, count)
     if jax.default_backend() != "cpu":
         return experts_by_group(x, routing, gate_up, down, activation, count)
     per_expert = indices.size / count

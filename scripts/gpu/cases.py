@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -9,10 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.implementation import Implementation, kernel_supports
+from pallas_kernels.implementation import (
+    Device,
+    Implementation,
+    kernel_supports,
+    plan_kernels,
+    use_plan,
+)
 from pallas_kernels.kda.mixer_step import StepInputs, StepPools, StepWeights, kda_mixer_step
 from pallas_kernels.mla.paged_decode import mla_paged_decode
+from pallas_kernels.moe import experts
 from pallas_kernels.shapes import ModelShape
+
+CPU = Device("cpu", "cpu")
+HOPPER = Device("gpu", "Hopper", "9.0")
 
 
 class Maker(Protocol):
@@ -61,7 +72,9 @@ class Values:
 
     def integers(self, dtype: Any, low: int, high: int, *shape: int) -> Any:
         """See `Maker`."""
-        return jax.random.randint(self._next(), shape, low, high, dtype)
+        if (low, high) == (0, 256):
+            return jax.random.bits(self._next(), shape, dtype)
+        return jax.random.randint(self._next(), shape, low, high, jnp.int32).astype(dtype)
 
     def given(self, values: np.ndarray) -> Any:
         """See `Maker`."""
@@ -178,7 +191,60 @@ def _mla_decode(shape: ModelShape, rows: int, context: int) -> Case:
     )
 
 
+def _experts(shape: ModelShape, rows: int, context: int) -> Case:
+    del context
+    count, choices, dtype = shape.experts, shape.choices, jnp.dtype(shape.activation_dtype)
+    inner, width = shape.expert_in, shape.expert_width
+
+    def arguments(make: Maker) -> tuple[Any, ...]:
+        rng = np.random.default_rng(0)
+        chosen = np.stack([rng.permutation(count)[:choices] for _ in range(rows)])
+        return (
+            make.normal(dtype, rows, inner),
+            make.given(chosen.astype(np.int32)),
+            make.given(np.full((rows, choices), 1 / choices, np.float32)),
+            _mxfp4(make, count, 2 * width, inner),
+            _mxfp4(make, count, inner, width),
+        )
+
+    def run(*arguments: Any, implementation: Implementation) -> Any:
+        device = HOPPER if implementation is Implementation.GPU else CPU
+        with use_plan(plan_kernels(shape, device, {"experts": implementation}, measured=())):
+            x, indices, weights, gate_up, down = arguments
+            return experts(x, indices, weights, gate_up, down, _situ), None
+
+    used = min(count, rows * choices)
+    weights = 3 * inner * width
+    return Case(
+        name=f"experts {rows} rows, {choices} of {count}",
+        op="experts",
+        function=run,
+        arguments=arguments,
+        donated=(),
+        least_bytes=used * weights * 17 // 32 + rows * inner * (dtype.itemsize + 4),
+        operations=2 * rows * choices * weights,
+        tolerance=2e-2,
+    )
+
+
+def _mxfp4(make: Maker, count: int, outputs: int, inputs: int) -> tuple[Any, Any]:
+    """Random codes; scales that make weights of about 1/√inputs."""
+    middle = 127 - round(math.log2(inputs) / 2) - 1
+    return (
+        make.integers("uint8", 0, 256, count, outputs, inputs // 2),
+        make.integers("uint8", middle - 1, middle + 2, count, outputs, inputs // 32),
+    )
+
+
+def _situ(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """K3's activation."""
+    g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
+    wide = 25.0 * jnp.tanh(u / 25.0)
+    return (4.0 * jnp.tanh(g / 4.0) * jax.nn.sigmoid(g) * wide).astype(gate.dtype)
+
+
 MAKERS: dict[str, Callable[[ModelShape, int, int], Case]] = {
     "kda_decode": _kda_decode,
     "mla_decode": _mla_decode,
+    "experts": _experts,
 }

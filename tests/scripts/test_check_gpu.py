@@ -1,0 +1,76 @@
+"""The device check tells right from wrong, and the floors count what a step must read."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from k3jax.config import k3
+from pallas_kernels.implementation import Device, Implementation, kernel_supports
+from pallas_kernels.shapes import K3, KIMI_LINEAR, SMALL
+from scripts import check_gpu
+from scripts.gpu.cases import MAKERS, Specs, cases
+from scripts.gpu.floors import SPEEDS, floor_us
+from scripts.gpu_floors import step_parts
+
+CPU = Device("cpu", "cpu")
+
+
+def test_a_kernel_is_checked_against_xla_in_the_interpreter(capsys, tmp_path):
+    arguments = ["--interpret", "--only", "kda_decode", "--out", str(tmp_path)]
+    assert check_gpu.main(arguments) == 0
+    assert "1 of 1 right" in capsys.readouterr().out
+    assert (tmp_path / "check_gpu.json").is_file()
+
+
+def test_without_a_gpu_the_check_says_so(capsys):
+    assert check_gpu.main([]) == 2
+    assert "--interpret" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("wrong", "ok"), [(0.0, True), (1.0, False), (jnp.nan, False)])
+def test_a_wrong_kernel_is_found(wrong, ok):
+    def function(x, implementation):
+        return (x + wrong if implementation is Implementation.INTERPRET else x), None
+
+    case = dataclasses.replace(
+        cases(SMALL, 2, 40)[0],
+        function=function,
+        arguments=lambda make: (make.normal("float32", 8),),
+        donated=(),
+    )
+    assert check_gpu.check(case, Implementation.INTERPRET, CPU, timed=False).ok is ok
+
+
+def test_a_kernel_that_fails_is_reported_not_raised():
+    case = dataclasses.replace(cases(SMALL, 2, 40)[0], arguments=lambda make: (1, 2))
+    result = check_gpu.check(case, Implementation.INTERPRET, CPU, timed=False)
+    assert not result.ok and "TypeError" in (result.failure or "")
+
+
+def test_every_kernel_has_a_case_and_every_case_a_kernel():
+    assert MAKERS.keys() == kernel_supports().keys()
+    assert {case.op for case in cases(K3, 1, 64)} == MAKERS.keys()
+    assert "experts" not in {case.op for case in cases(KIMI_LINEAR, 1, 64)}
+
+
+def test_specs_and_values_have_the_same_shapes():
+    for case in cases(SMALL, 2, 40):
+        specs, values = case.arguments(Specs()), case.arguments(check_gpu.Values(0))
+        assert [(x.shape, x.dtype) for x in check_gpu.jax.tree.leaves(specs)] == [
+            (x.shape, x.dtype) for x in check_gpu.jax.tree.leaves(values)
+        ]
+
+
+def test_floors_count_k3s_states_latents_and_experts():
+    parts = {part.name: part for part in step_parts(k3(), 2, 1000)}
+    assert parts["KDA states"].least_bytes == 2 * 69 * 2 * 96 * 128 * 128 * 4
+    assert parts["MLA latents"].least_bytes == 2 * 24 * 1000 * 576 * 2
+    # Two rows choose 16 of 896 each: 31.7 different experts are expected.
+    assert parts["routed experts"].least_bytes == 92 * 32 * 3 * 3584 * 3072 * 17 // 32
+    assert 55e9 < parts["dense matrices"].operations / 4 < 57e9
+
+
+def test_a_floor_is_bandwidth_or_peak():
+    assert floor_us(48 * 10**6, 1, SPEEDS["h200"]) == pytest.approx(10)
+    assert floor_us(1, 989 * 10**7, SPEEDS["h200"]) == pytest.approx(10)
