@@ -51,6 +51,11 @@ class CachePublisher:
         self._history: deque[common.KvEventBatch] = deque(maxlen=HISTORY)
         self._subscribers: set[Subscription] = set()
 
+    @property
+    def num_subscribers(self) -> int:
+        """Routers that listen."""
+        return len(self._subscribers)
+
     def apply(self, changes: Iterable[CacheChange]) -> None:
         """Publish what the engine reports."""
         out: list[common.KvCacheEvent] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -44,7 +45,7 @@ class GatewayOptions:
     metrics_port: int
     api_key: str | None = None
     policy: str = "cache_aware"
-    log_level: str = "warn"
+    log_level: str = "error"
     grace_seconds: int = 30
     extra: Sequence[str] = field(default=())
 
@@ -62,6 +63,8 @@ class GatewayOptions:
             *("--worker-urls", *self.workers),
         ]
 
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 # Linux ends a process that said so (PR_SET_PDEATHSIG) with the one that started it.
 _DIE_WITH_PARENT = """\
@@ -154,7 +157,7 @@ class Gateway:
     def _pass_on(self, say: Callable[[str], None]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            text = line.rstrip()
+            text = _COLOUR.sub("", line.rstrip())
             if text and not any("\u2800" <= character <= "\u28ff" for character in text):
                 say(text)
 

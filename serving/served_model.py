@@ -60,15 +60,19 @@ class ServedModel:
         return json.loads((self.text.folder / "config.json").read_bytes())
 
     def info(self) -> pb.GetModelInfoResponse:
-        """As GetModelInfo answers. Paths are names: a gateway gets the files by GetTokenizer."""
+        """As GetModelInfo answers.
+
+        The paths are absolute: the gateway asks a hub on the internet for any other name before it
+        asks the worker, whose GetTokenizer serves a gateway that does not see the folder.
+        """
         config, sampling = self.text.config, self.text.sampling
         defaults = {
             name: getattr(sampling, name)
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         }
         return pb.GetModelInfoResponse(
-            model_path=self.name,
-            tokenizer_path=self.name,
+            model_path=str(self.text.folder.resolve()),
+            tokenizer_path=str(self.text.folder.resolve()),
             served_model_name=self.name,
             model_type=str(self._config.get("model_type", "")),
             architectures=self._config.get("architectures") or [],

@@ -26,6 +26,9 @@ POLL_SECONDS = 0.1
 GATEWAY_SECONDS = 60.0
 """For the gateway to find its workers; those are ready by then."""
 
+_GATEWAY_LOGS = {"debug": "debug", "info": "info", "warning": "error", "error": "error"}
+"""The gateway warns of things that are as they should be here."""
+
 Say = Callable[[str], None]
 
 
@@ -100,6 +103,7 @@ class Service:
                 metrics_port=free_port(host),
                 api_key=options.api_key,
                 policy=options.policy,
+                log_level=_GATEWAY_LOGS[options.worker.log_level],
                 grace_seconds=int(options.worker.drain_seconds),
             ),
             say=lambda line: self._say(f"[gateway] {line}"),

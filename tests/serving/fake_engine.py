@@ -32,6 +32,7 @@ class _Running:
     admitted: float = 0.0
     first: float = 0.0
     sent: int = 0
+    cached: int = 0
     open_choices: set[int] = field(default_factory=set)
 
 
@@ -42,6 +43,7 @@ class FakeEngine:
         step_seconds: how long a step takes; assign it at any time.
         crash_at: the step that raises something nobody expects.
         fail_at: the steps that fail as the engine says they can.
+        remember: finished sequences become resumable prefixes, as with an ideal cache.
         hold: while set, nothing is admitted, as in a long prefill.
         threads: every thread that called it.
     """
@@ -56,10 +58,12 @@ class FakeEngine:
         step_seconds: float = 0.0,
         crash_at: int | None = None,
         fail_at: Collection[int] = (),
+        remember: bool = False,
     ) -> None:
         self.script, self.eos = script, frozenset(eos)
         self.max_rows, self.max_waiting = max_rows, max_waiting
         self.step_seconds, self.crash_at, self.fail_at = step_seconds, crash_at, fail_at
+        self.remember = remember
         self.hold = threading.Event()
         self.steps = 0
         self.threads: set[int] = set()
@@ -67,6 +71,7 @@ class FakeEngine:
         self._waiting: list[_Running] = []
         self._running: dict[str, _Running] = {}
         self._pending: list[TokenEvent] = []
+        self._prefixes: set[tuple[int, ...]] = set()
         self._changes: list[CacheChange] = []
 
     @property
@@ -80,6 +85,8 @@ class FakeEngine:
         scripts = [self.script(request, choice) for choice in range(request.n)]
         running = _Running(request, scripts, time.monotonic())
         running.open_choices = set(range(request.n))
+        prompt = request.prompt
+        running.cached = max((len(p) for p in self._prefixes if prompt[: len(p)] == p), default=0)
         self._waiting.append(running)
 
     def abort(self, request_id: str) -> bool:
@@ -147,7 +154,8 @@ class FakeEngine:
         return events
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Make a cache event appear with the next round."""
+        """Make a prefix resumable, which is told with the next round."""
+        self._prefixes.add(tuple(tokens))
         self._changes.append(CacheChange(tuple(tokens), stored=True))
 
     def _advance(self, entry: _Running) -> list[TokenEvent]:
@@ -170,6 +178,8 @@ class FakeEngine:
         entry.sent += 1
         if not entry.open_choices:
             del self._running[entry.request.id]
+            if self.remember:
+                self.store((*entry.request.prompt, *entry.scripts[0][: entry.sent]))
         return events
 
     def _event(
@@ -188,6 +198,6 @@ class FakeEngine:
             logprobs=logprobs,
             finish_reason=reason,
             prompt_tokens=len(entry.request.prompt),
-            cached_tokens=0,
+            cached_tokens=entry.cached,
             timing=timing if reason is not None else None,
         )

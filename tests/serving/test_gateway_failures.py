@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +20,7 @@ from serving.gateway import Gateway
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.running import RunningWorker, nano, running_gateway, running_worker
 from tests.serving.scripted import Replies, response
+from tests.serving.waiting import eventually
 
 MODEL = nano()
 LONG = response("word " * 400)
@@ -38,15 +39,6 @@ def ask(api: OpenAI, text: str = "hi", **options: Any) -> Any:
 def engine(**options: Any) -> FakeEngine:
     replies = Replies(MODEL.text.tokenizer, {"long": LONG}, thought="Hm.")
     return FakeEngine(replies, eos=MODEL.text.config.eos_token_ids, **options)
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @contextmanager

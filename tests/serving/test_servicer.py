@@ -3,7 +3,6 @@
 import hashlib
 import io
 import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from tests.serving.running import (
     running_worker,
     tokens,
 )
+from tests.serving.waiting import eventually
 
 LONG = 1_000_000
 
@@ -52,15 +52,6 @@ def slow() -> Iterator[tuple[RunningWorker, FakeEngine]]:
     engine = FakeEngine(step_seconds=0.002)
     with running_worker(lambda: engine) as running:
         yield running, engine
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 1.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 def refused(call: Callable[[], Any]) -> grpc.RpcError:

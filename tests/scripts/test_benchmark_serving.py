@@ -1,0 +1,83 @@
+"""The load generator: it sends what it says, and its figures are those of the samples."""
+
+import pytest
+
+from scripts.benchmark_serving import closed_loop, open_loop
+from scripts.load.conversations import Shape, first_messages
+from scripts.load.report import Objective, percentile, summarize, sustainable
+from scripts.load.targets import Native, Sample
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.running import running_worker
+
+OBJECTIVE = Objective(ttft=0.5, tpot=0.1)
+
+
+def sample(first: float, each: float, tokens: int = 5, error: str = "") -> Sample:
+    arrivals = [10.0 + first + each * i for i in range(tokens)]
+    return Sample(10.0, arrivals, tokens, queue=first / 2, error=error)
+
+
+def test_figures_follow_from_the_samples():
+    samples = [sample(0.1, 0.01), sample(0.2, 0.02), sample(0.9, 0.01), sample(0, 0, error="no")]
+
+    report = summarize("x", samples, 2.0, OBJECTIVE)
+
+    assert (report.requests, report.failures) == (4, 1)
+    assert report.requests_per_second == pytest.approx(1.5)
+    assert report.tokens_per_second == pytest.approx(7.5)
+    assert report.goodput == pytest.approx(1.0)
+    assert report.times["TTFT"][50] == pytest.approx(200)
+    assert report.times["TPOT"][95] == pytest.approx(20)
+    assert report.times["end to end"][99] == pytest.approx(940)
+    assert report.times["queue"][50] == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("p", "expected"), [(50, 2), (95, 4), (1, 1), (25, 1), (26, 2)])
+def test_percentile_is_a_value_that_occurred(p: float, expected: float):
+    assert percentile([4, 1, 3, 2], p) == expected
+
+
+def test_sustainable_concurrency_is_the_largest_that_keeps_the_objective():
+    reports = [
+        (1, summarize("1", [sample(0.1, 0.01)], 1, OBJECTIVE)),
+        (4, summarize("4", [sample(0.4, 0.09)], 1, OBJECTIVE)),
+        (16, summarize("16", [sample(0.4, 0.2)], 1, OBJECTIVE)),
+    ]
+
+    assert sustainable(reports, OBJECTIVE) == 4
+    assert sustainable(reports[2:], OBJECTIVE) is None
+
+
+def test_conversations_differ_but_for_what_they_share():
+    beginnings = first_messages(Shape(words=5, shared_words=7), seed=3)
+
+    first, second = next(beginnings), next(beginnings)
+
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_closed_loop_runs_every_turn_of_every_conversation(concurrency: int):
+    engine = FakeEngine()
+    with running_worker(lambda: engine) as worker:
+        samples, seconds = closed_loop(
+            Native(worker.address), Shape(words=5, turns=2), 7, 5, concurrency
+        )
+        records = list(worker.worker.requests.latest(100))
+
+    assert len(samples) == 10
+    assert [s.tokens for s in samples] == [7] * 10
+    assert not any(s.error for s in samples)
+    assert len(records) == 10 + concurrency
+    assert seconds > 0
+
+
+def test_open_loop_does_not_wait_for_the_earlier_ones():
+    engine = FakeEngine(step_seconds=0.02)
+    with running_worker(lambda: engine) as worker:
+        samples, _ = open_loop(Native(worker.address), Shape(words=5), 20, 5, 100.0)
+
+    spans = sorted((s.sent, s.arrivals[-1]) for s in samples)
+    assert len(samples) == 5
+    assert spans[1][0] < spans[0][1]
