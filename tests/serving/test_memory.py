@@ -1,0 +1,43 @@
+"""The memory plan: what it says is what the engine then holds."""
+
+import jax
+import pytest
+
+from k3jax.engine.engine import Engine
+from k3jax.engine.engine_config import EngineConfig
+from k3jax.model.params import init
+from serving.memory import MemoryPlan, NotEnoughMemory, num_bytes, plan_memory, size
+from tests.helpers import tiny_config
+
+
+def test_plan_equals_what_the_engine_allocates():
+    config = tiny_config()
+    params = init(config, jax.random.key(0))
+    sizes = EngineConfig(max_rows=3, max_context=128, num_pages=7, num_slots=5)
+
+    plan = plan_memory(params, config, sizes.resolve(config))
+
+    state = Engine(params, config, sizes).state.decode
+    assert plan.wanted == num_bytes(state)
+    assert plan.pools == {
+        "recurrent slots": num_bytes(state.recurrent),
+        "latent pages": num_bytes(state.latent),
+    }
+    assert plan.weights == num_bytes(params)
+
+
+def test_pools_that_do_not_fit_are_refused_with_both_numbers():
+    with pytest.raises(NotEnoughMemory, match=r"want 5 GB, but 4 GB are free"):
+        MemoryPlan(10, {"latent pages": 5 * 10**9}, free=4 * 10**9).check()
+
+
+def test_pools_that_fit_or_cannot_be_judged_are_accepted():
+    MemoryPlan(10, {"latent pages": 100}, free=1000).check()
+    MemoryPlan(10, {"latent pages": 100}, free=None).check()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 B"), (999, "999 B"), (5816, "5.82 kB"), (17.7e6, "17.7 MB")]
+)
+def test_sizes_have_three_digits(number: float, text: str):
+    assert size(int(number)) == text

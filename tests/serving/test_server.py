@@ -1,0 +1,114 @@
+"""`k3jax serve` as a user starts it: what it says, what it refuses, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+from openai import OpenAI
+from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
+from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc as pb_grpc
+
+from serving.gateway import free_port
+from tests.serving.waiting import eventually
+
+COMMAND = [sys.executable, "-c", "import sys; from k3jax.cli import main; sys.exit(main())"]
+SMALL = ("--max-rows", "2", "--max-context", "512", "--no-warm-up")
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[subprocess.Popen[str]]:
+    """The command with its output; ended in any case."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "k3-nano", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "K3JAX_COMPILATION_CACHE": "0"},
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if text in line:
+            return lines
+    raise AssertionError(f"the output ended without {text!r}: {lines}")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_one_command_starts_replicas_and_gateway_and_ends_them():
+    first = free_port()
+    options = ("--listen", f"127.0.0.1:{first}", "--http-port", "0", "--metrics-port", "0")
+    with serving(*SMALL, *options, "--replicas", "2", "--api-key", "secret") as process:
+        lines = read_until(process, "curl")
+        said = "\n".join(lines)
+        url = re.search(r"HTTP +(http://\S+)", said)
+        scrapes = re.findall(r"metrics +(http://\S+/metrics) +\(worker\)", said)
+        addresses = re.findall(r"gRPC +(\S+)", said)
+        assert url is not None
+        models = OpenAI(base_url=url[1], api_key="secret").models.list().data
+        scraped = [urllib.request.urlopen(scrape, timeout=10).status for scrape in scrapes]
+        healthy = []
+        for address in addresses:
+            with grpc.insecure_channel(address) as channel:
+                stub = pb_grpc.TokenSpeedSchedulerStub(channel)
+                healthy.append(stub.HealthCheck(pb.HealthCheckRequest(), timeout=10).healthy)
+
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(90)
+
+    assert code == 0
+    assert [model.id for model in models] == ["k3-nano"]
+    assert healthy == [True, True] and scraped == [200, 200]
+    assert len(set(addresses)) == 2
+    for phase in ("tokenizer", "weights", "caches", "gateway"):
+        assert re.search(rf"{phase} +\d+\.\d s", said), phase
+    assert re.search(r"latent pages +[\d.]+ MB", said)
+    assert eventually(lambda: not any(listens(int(a.rpartition(":")[2])) for a in addresses))
+
+
+def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
+    options = ("--listen", f"127.0.0.1:{free_port()}", "--http-port", "0", "--metrics-port", "0")
+    with serving(*SMALL, *options, "--num-pages", "64m") as process:
+        _, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 2
+    assert re.search(r"the caches want [\d.]+ TB, but [\d.]+ GB are free", errors)
+    assert "Traceback" not in errors
+
+
+def test_port_in_use_is_said_in_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = ("--grpc-only", "--listen", f"127.0.0.1:{port}", "--metrics-port", "0")
+        with serving(*SMALL, *options) as process:
+            _, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in errors
+    assert "Traceback" not in errors
