@@ -150,7 +150,7 @@ PLAIN: dict[Callable[[Draw], Exercise], float] = {
 
 TOOL_TURNS: dict[Callable[[Draw], Exercise], float] = {
     tasks.tool_answer: 6.0,
-    tasks.no_tool: 2.5,
+    tasks.no_tool: 0.25,
     tasks.talk: 0.2,
     tasks.add: 0.4,
 }
