@@ -27,6 +27,7 @@ import numpy as np
 from k3jax.config import K3Config
 from k3jax.engine.engine import Engine
 from k3jax.engine.engine_config import EngineConfig
+from k3jax.engine.host import keep_freed_memory
 from k3jax.engine.request import Request, SamplingParams
 from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.step import StepInputs, StepState, jitted_step
@@ -143,6 +144,7 @@ def host_time(engine: Engine, prompts: Prompts, rows: int) -> Callable[[], float
 def first_token(engine: Engine, request: Request) -> tuple[float, int]:
     """Seconds from submission to the first token, and the cached tokens."""
     drain(engine)
+    jax.block_until_ready(engine.state)
     begin = time.perf_counter()
     engine.submit(request)
     while not (events := engine.step()):
@@ -316,6 +318,7 @@ def main() -> int:
     parser.add_argument("--weights", choices=("float32", "int8"), default="float32")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    keep_freed_memory()
     config = small_config()
     params = jax.jit(model_params.init, static_argnums=0)(config, jax.random.key(0))
     if args.weights == "int8":

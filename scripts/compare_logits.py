@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.config import K3Config
+from k3jax.engine.host import COMPILER_OPTIONS
 from k3jax.model import backbone
 from k3jax.model.params import K3Params
 from k3jax.state import DecodeState, Spans
@@ -56,7 +57,7 @@ class Difference:
         return self.max_abs <= self.tolerance
 
 
-@partial(jax.jit, static_argnames="config")
+@partial(jax.jit, static_argnames="config", compiler_options=COMPILER_OPTIONS)
 def _whole(params: K3Params, config: K3Config, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     x = backbone.embed(params, tokens)
@@ -66,7 +67,12 @@ def _whole(params: K3Params, config: K3Config, tokens: jax.Array) -> tuple[jax.A
     return backbone.logits(params, hidden), jnp.stack(layers)
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="state")
+@partial(
+    jax.jit,
+    static_argnames="config",
+    donate_argnames="state",
+    compiler_options=COMPILER_OPTIONS,
+)
 def _advance(
     params: K3Params, config: K3Config, tokens: jax.Array, spans: Spans, state: DecodeState
 ) -> tuple[jax.Array, DecodeState]:

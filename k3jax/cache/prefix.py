@@ -10,7 +10,7 @@ hit copies before it writes on.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -118,6 +118,8 @@ class PrefixTree:
         self._nodes: OrderedDict[_Node, None] = OrderedDict()
         self._checkpoints: OrderedDict[_Node | _Tail, None] = OrderedDict()
         self._evicted: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._page_counts: dict[int, int] = {}
+        """References of the tree's own on each page, longest held first."""
         self.evictions = Counter[str]()
 
     def match(self, tokens: Tokens, limit: int) -> Match:
@@ -177,7 +179,7 @@ class PrefixTree:
                 self._checkpoints.move_to_end(tail)
                 return False
         tail = _Tail(node, rest, entry.pages[-1], entry.slot)
-        self._pages.share([tail.page])
+        self._hold([tail.page])
         self._slots.share([tail.slot])
         node.tails.append(tail)
         self._checkpoints[tail] = None
@@ -218,7 +220,7 @@ class PrefixTree:
             self._remember(hash((victim.parent.digest, first)), ())
             del victim.parent.children[first]
             del self._nodes[victim]
-            self._pages.release(victim.pages)
+            self._give_back(victim.pages)
         self.evictions["pages"] += 1
 
     def clear(self) -> None:
@@ -226,7 +228,7 @@ class PrefixTree:
         for holder in list(self._checkpoints):
             self._drop(holder)
         for node in self._nodes:
-            self._pages.release(node.pages)
+            self._give_back(node.pages)
         self._nodes.clear()
         self._evicted.clear()
         self._root.children.clear()
@@ -248,6 +250,15 @@ class PrefixTree:
                 yield TreeRun(depth, node.start, node.run, node.pages, node.slot, tails)
             below = depth + (node.parent is not None)
             stack += [(child, below) for child in reversed(node.children.values())]
+
+    def only_here(self, enough: int) -> int:
+        """Pages that nobody but the tree holds; counting stops at `enough`."""
+        found = 0
+        for page, count in self._page_counts.items():
+            found += self._pages.count(page) == count
+            if found >= enough:
+                break
+        return found
 
     def held(self) -> tuple[Counter[int], Counter[int]]:
         """References that the tree holds, on pages and on slots."""
@@ -274,6 +285,7 @@ class PrefixTree:
                 assert tail in self._checkpoints
             assert (node.slot is not None) == (node in self._checkpoints)
         assert seen == set(self._nodes), "the list of nodes is not the tree"
+        assert self.held()[0] == self._page_counts, "pages are counted wrongly"
 
     # Walking and growing
 
@@ -319,7 +331,7 @@ class PrefixTree:
             node.end,
             self._chain(node.digest, tokens[node.end :]),
         )
-        self._pages.share(new.pages)
+        self._hold(new.pages)
         node.children[new.run[: self.page_size]] = new
         self._nodes[new] = None
         return new
@@ -351,6 +363,20 @@ class PrefixTree:
         node.slot = slot
         self._checkpoints[node] = None
         return True
+
+    def _hold(self, pages: Iterable[int]) -> None:
+        pages = tuple(pages)
+        self._pages.share(pages)
+        for page in pages:
+            self._page_counts[page] = self._page_counts.get(page, 0) + 1
+
+    def _give_back(self, pages: Iterable[int]) -> None:
+        pages = tuple(pages)
+        self._pages.release(pages)
+        for page in pages:
+            self._page_counts[page] -= 1
+            if not self._page_counts[page]:
+                del self._page_counts[page]
 
     # Forgetting
 
@@ -387,7 +413,7 @@ class PrefixTree:
         del self._checkpoints[holder]
         if isinstance(holder, _Tail):
             holder.node.tails.remove(holder)
-            self._pages.release([holder.page])
+            self._give_back([holder.page])
             self._slots.release([holder.slot])
             self._remember(hash((holder.node.digest, "tail")), holder.tokens)
         else:

@@ -78,13 +78,7 @@ class PrefixStore:
 
     def evictable_pages(self, enough: int) -> int:
         """Pages that only the tree holds (counting stops at `enough`)."""
-        held, _ = self.tree.held()
-        found = 0
-        for page, count in held.items():
-            found += self.pages.count(page) == count
-            if found >= enough:
-                break
-        return found
+        return self.tree.only_here(enough)
 
     def match(self, tokens: Sequence[int], limit: int) -> Match:
         """The longest usable prefix of at most `limit` tokens; pages and slot are held once more.
