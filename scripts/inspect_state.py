@@ -190,7 +190,7 @@ def demo() -> Any:
         reply = [event.token for event in engine.run() if event.token is not None]
         talk.append({"role": "assistant", "content": model.tokenizer.decode(reply[:-1])})
     submit("another", [{"role": "user", "content": "Reverse the word lantern."}], 24)
-    submit("waiting", [{"role": "user", "content": "What is 1 + 1?"}], 24)
+    submit("one more", [{"role": "user", "content": "What is 1 + 1?"}], 24)
     submit("turn 4", [*talk, {"role": "user", "content": "Thank you. What is 2 + 2?"}], 24)
     for _ in range(4):
         engine.step()
