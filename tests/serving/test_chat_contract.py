@@ -306,6 +306,19 @@ def test_departs_stop_string_also_cuts_thinking(client: Client):
     assert not choice.message.content
 
 
+def test_departs_stop_string_also_matches_the_name_of_a_marker(client: Client):
+    choice = client.ask("count", stop=["response"]).choices[0]
+
+    assert choice.message.reasoning_content == "Let me think."
+    assert not choice.message.content
+
+
+def test_one_call_arrives_when_only_one_was_asked_for(client: Client):
+    choice = client.ask("both", tools=TOOLS, parallel_tool_calls=False).choices[0]
+
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+
+
 def test_logprobs_follow_the_tokens(client: Client):
     choice = client.ask("count", reasoning_effort="none", logprobs=True, top_logprobs=2).choices[0]
 
