@@ -1,0 +1,69 @@
+"""The model under a plan of kernels steps to the same state and hidden values as under XLA."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.model import backbone, params
+from k3jax.state import DecodeState, Spans
+from pallas_kernels.implementation import Device, plan_kernels, use_plan
+from tests.helpers import tiny_config
+
+CONFIG = replace(
+    tiny_config(),
+    num_layers=2,
+    kda_layers=(0,),
+    hidden_size=128,
+    kda_num_heads=2,
+    kda_head_dim=64,
+    num_heads=2,
+    kv_lora_rank=128,
+    qk_rope_head_dim=64,
+    expert_latent_size=128,
+    moe_intermediate_size=128,
+    first_dense_layers=1,
+)
+
+
+def after_a_step(tokens, plan):
+    """Prefill five tokens under XLA, then a span of `tokens` under the plan."""
+
+    @jax.jit
+    def forward(weights, ids, spans, state):
+        x = backbone.embed(weights, ids)
+        hidden, _, state = backbone.forward(weights, CONFIG, x, spans, state)
+        return hidden, state
+
+    weights = params.init(CONFIG, jax.random.key(0), jnp.bfloat16)
+    state = DecodeState.init(CONFIG, num_slots=4, num_pages=6, page_size=8, dtype=jnp.bfloat16)
+    table = np.array([[1, 3], [0, 5], [2, 4]], np.int32)
+    slots = np.array([2, 0, -1], np.int32)
+    ids = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (3, 5 + tokens))
+    none, start = np.zeros(3, np.int32), np.array([5, 3, 0], np.int32)
+    first = Spans(
+        lengths=start, starts=none, read_slots=none - 1, write_slots=slots, page_table=table
+    )
+    _, state = forward(weights, ids[:, :5], first, state)
+    lengths = np.array([tokens, 1, 0], np.int32)
+    then = Spans(
+        lengths=lengths, starts=start, read_slots=slots, write_slots=slots, page_table=table
+    )
+    with use_plan(plan):
+        hidden, state = forward(weights, ids[:, 5:], then, state)
+    real = np.arange(tokens) < lengths[:, None]
+    return np.asarray(hidden, np.float32)[real], state
+
+
+@pytest.mark.slow
+def test_a_step_with_kernels_equals_one_without():
+    tokens, ops = 1, ("kda_decode", "mla_decode", "experts")
+    plan = plan_kernels(CONFIG, Device("cpu", "cpu"), dict.fromkeys(ops, "interpret"), page_size=8)
+    want, want_state = after_a_step(tokens, None)
+    got, state = after_a_step(tokens, plan)
+    assert np.abs(got - want).max() < 0.03 * np.abs(want).max()
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.abs(one - other).max() <= 0.02 * np.abs(other).max()
