@@ -63,10 +63,10 @@ class Native:
 class Http:
     """The gateway's OpenAI API. Needs the `openai` package."""
 
-    def __init__(self, url: str, model: str, key: str = "none") -> None:
+    def __init__(self, url: str, model: str, key: str | None = None) -> None:
         from openai import OpenAI
 
-        self._api = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600)
+        self._api = OpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=600)
         self._model = model
 
     def run(self, messages: Sequence[dict[str, Any]], tokens: int) -> Sample:

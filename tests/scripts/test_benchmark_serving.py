@@ -5,9 +5,9 @@ import pytest
 from scripts.benchmark_serving import closed_loop, open_loop
 from scripts.load.conversations import Shape, first_messages
 from scripts.load.report import Objective, percentile, summarize, sustainable
-from scripts.load.targets import Native, Sample
+from scripts.load.targets import Http, Native, Sample
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.running import running_worker
+from tests.serving.running import running_gateway, running_worker
 
 OBJECTIVE = Objective(ttft=0.5, tpot=0.1)
 
@@ -71,6 +71,14 @@ def test_closed_loop_runs_every_turn_of_every_conversation(concurrency: int):
     assert not any(s.error for s in samples)
     assert len(records) == 10 + concurrency
     assert seconds > 0
+
+
+def test_gateway_is_measured_like_a_worker():
+    with running_worker(FakeEngine) as worker, running_gateway(worker) as gateway:
+        samples, _ = closed_loop(Http(gateway.url, "nano"), Shape(words=5, turns=2), 7, 3, 2)
+
+    assert [s.tokens for s in samples] == [7] * 6
+    assert all(s.arrivals and not s.error for s in samples)
 
 
 def test_open_loop_does_not_wait_for_the_earlier_ones():
