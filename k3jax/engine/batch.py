@@ -18,13 +18,21 @@ class Packer:
     """Keeps what does not change from step to step by lane, so that packing a step is indexing.
 
     `contexts` are the buckets, in tokens, for the width of the page table. Lane `max_rows` is
-    that of padding rows.
+    that of padding rows. `media_embedding` is what a media token means that no image stands for:
+    one that the model itself has generated.
     """
 
     def __init__(
-        self, config: K3Config, *, max_rows: int, page_size: int, contexts: tuple[int, ...]
+        self,
+        config: K3Config,
+        *,
+        max_rows: int,
+        page_size: int,
+        contexts: tuple[int, ...],
+        media_embedding: np.ndarray | None = None,
     ):
         self._config = config
+        self._media_embedding = media_embedding
         self._padding = max_rows
         self._contexts = [-(-context // page_size) for context in contexts]
         self._page_size = page_size
@@ -178,6 +186,8 @@ class Packer:
         first = tokens[: row.start].count(vision.media_token_id)
         # On the host: a cut or padding of its own size would compile with every new image.
         features = np.zeros((plan.width, self._config.hidden_size), np.float32)
+        if self._media_embedding is not None:
+            features[:] = self._media_embedding
         taken = np.asarray(images.features)[first : first + span]
         features[: len(taken)] = taken
         return ImageInputs(features, np.zeros(plan.num_rows, np.int32))

@@ -126,6 +126,9 @@ class Engine:
             max_rows=settings.max_rows,
             page_size=settings.page_size,
             contexts=settings.contexts,
+            media_embedding=None
+            if config.vision is None
+            else np.asarray(params.embed[config.vision.media_token_id], np.float32),
         )
         self.state = self._fresh_state()
         self.host = self._host_tier() if settings.host_bytes else None
