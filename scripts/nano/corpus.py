@@ -184,7 +184,15 @@ def conversation(
     Its kind is drawn from `kinds`: plain tasks, notes to recall, tools, or replies in JSON,
     each behind its own schema. `recall_size` is the share of full-size notes that recall may use.
     """
-    kind = choose(rng, kinds)
+    while True:
+        row = _draw_conversation(encoder, rng, limit, recall_size, choose(rng, kinds))
+        if (row.task >= 0).any():  # else the declarations left no room for anything
+            return row
+
+
+def _draw_conversation(
+    encoder: Encoder, rng: Rng, limit: int, recall_size: float, kind: str
+) -> Row:
     tools = tasks.declare(rng) if kind == "tools" else ()
     mode = draw_mode(rng)
     source = Draw(rng, size=recall_size, tools=tools, thinking=mode.thinking)

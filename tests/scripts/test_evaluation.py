@@ -2,6 +2,7 @@
 
 import pytest
 
+from scripts.nano import tasks
 from scripts.nano.corpus import Encoder
 from scripts.nano.evaluation import MODES, evaluate, table, wilson
 from tests.scripts.nano_model import nano_tokenizer
@@ -19,7 +20,8 @@ def test_a_perfect_adder_gets_every_sum_and_a_mute_model_none():
             text = TOKENIZER.decode(prompt).split('role="user"<|sep|>')[1].split("<|close|>")[0]
             digits = "".join(char if char.isdigit() else " " for char in text).split()
             a, b = map(int, digits)
-            message = {"role": "assistant", "content": f"{a}+{b}={a + b}"}
+            working = "" if thinking else f"{tasks.carry_steps(a, b)}: "
+            message = {"role": "assistant", "content": f"{working}{a}+{b}={a + b}"}
             replies.append(encoder.reply(message, MODES["on" if thinking else "off"]))
         return replies
 

@@ -92,7 +92,7 @@ def test_the_selection_bias_moves_towards_equal_loads(params):
 
 def test_the_rate_rises_holds_and_falls():
     rates = [optimizer.rate(step, 1000) for step in range(1001)]
-    assert rates[0] < 0.05 and rates[40] == 1.0 == rates[600]
+    assert rates[0] < 0.05 and rates[40] == 1.0 == rates[300]
     assert rates[599:] == sorted(rates[599:], reverse=True)
     assert rates[1000] == pytest.approx(0.02)
 
