@@ -50,7 +50,7 @@ def test_right_answers_are_right_and_shown(long_model: TextModel):
     for piece in (
         "1. A sum, with thinking\nuser: What is 28+85?\nthinking: 8+5=13, 2+8+1=11\n28+85=113\n",
         '→ get_price {"item": "violin"}\ntool: {"price": 88}\nthinking: I tell the result.\n',
-        "user: Notes: chair=37, rabbit=88, ",
+        "user: Notes: queen=black, egg=Berlin, ",
         " … What is badge?\nbadge=Zurich\n",
     ):
         assert piece in text
