@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -59,6 +60,23 @@ def _check(options: ServeOptions) -> None:
     for address in (worker.listen, worker.metrics, options.http):
         if address is not None:
             split_address(address)
+    _check_free(options)
+
+
+def _check_free(options: ServeOptions) -> None:
+    """Raise ValueError for a port that is taken: before anything is loaded or compiled."""
+    wanted = [("--http-port", options.http)]
+    for worker in replicas(options):
+        wanted += [("--listen", worker.listen), ("--metrics-port", worker.metrics)]
+    for flag, address in wanted:
+        host, port = split_address(address) if address is not None else ("", 0)
+        if not port:
+            continue
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host, port), family=family).close()
+        except OSError as error:
+            raise ValueError(f"{flag}: cannot listen on {address}: {error.strerror}") from None
 
 
 class Service:

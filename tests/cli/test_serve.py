@@ -1,6 +1,7 @@
 """`k3jax serve`: options become what the service is told, wherever they come from."""
 
 import argparse
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from k3jax.cli import main, serve
+from serving import server
 from serving.options import ServeOptions, WorkerOptions, split_address
 
 
@@ -119,3 +121,14 @@ def test_declaring_the_command_does_not_import_the_service():
     found: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
     assert found.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("flag", ["--http-port", "--listen", "--metrics-port"])
+def test_a_taken_port_is_refused_before_anything_is_loaded(flag: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        free = {"--http-port": "0", "--listen": "127.0.0.1:0", "--metrics-port": "0"}
+        free[flag] = f"127.0.0.1:{port}" if flag == "--listen" else str(port)
+        chosen = options("no-such-folder", *(part for pair in free.items() for part in pair))
+        with pytest.raises(ValueError, match=f"{flag}: cannot listen on 127.0.0.1:{port}"):
+            server.run(chosen)
