@@ -168,7 +168,7 @@ class Engine:
             self._arrivals += 1
             if budget == 0:
                 sequence.phase = Phase.FINISHED
-                self._events.append(self._end(sequence, FinishReason.LENGTH))
+                self._events.append(_last_event(sequence, FinishReason.LENGTH, now))
                 continue
             leader = leader or (sequence if self.settings.prefix_cache else None)
             self._live.setdefault(request.id, []).append(sequence)
@@ -179,7 +179,7 @@ class Engine:
         sequences = self._live.pop(request_id, [])
         for sequence in sequences:
             self.scheduler.abort(sequence)
-            self._events.append(self._end(sequence, FinishReason.ABORT))
+            self._events.append(_last_event(sequence, FinishReason.ABORT, time.monotonic()))
         return bool(sequences)
 
     def step(self) -> list[TokenEvent]:
@@ -326,46 +326,10 @@ class Engine:
             chosen, ids, values = (array[emission.row] for array in found)
             top = zip(ids[:wanted].tolist(), values[:wanted].tolist(), strict=True)
             logprobs = TokenLogprobs(float(chosen), tuple(top))
-        if emission.finish_reason is not None:
-            self._forget(sequence)
-            return self._end(sequence, emission.finish_reason, token, logprobs, now)
-        return TokenEvent(
-            request_id=sequence.request.id,
-            choice=sequence.choice,
-            token=token,
-            logprobs=logprobs,
-            finish_reason=None,
-            prompt_tokens=sequence.num_prompt,
-            cached_tokens=sequence.cached_tokens or 0,
-            timing=None,
-        )
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        token: int | None = None,
-        logprobs: TokenLogprobs | None = None,
-        now: float | None = None,
-    ) -> TokenEvent:
-        timing = None
-        if sequence.admitted is not None and sequence.first_token is not None:
-            timing = RequestTiming(
-                submitted=sequence.submitted,
-                admitted=sequence.admitted,
-                first_token=sequence.first_token,
-                finished=now or time.monotonic(),
-            )
-        return TokenEvent(
-            request_id=sequence.request.id,
-            choice=sequence.choice,
-            token=token,
-            logprobs=logprobs,
-            finish_reason=reason,
-            prompt_tokens=sequence.num_prompt,
-            cached_tokens=sequence.cached_tokens or 0,
-            timing=timing,
-        )
+        if emission.finish_reason is None:
+            return _token_event(sequence, token, logprobs)
+        self._forget(sequence)
+        return _last_event(sequence, emission.finish_reason, now, token, logprobs)
 
     def _forget(self, sequence: Sequence) -> None:
         rest = [s for s in self._live.get(sequence.request.id, []) if s is not sequence]
@@ -502,3 +466,38 @@ def _sampling_of(request: Request, choice: int) -> SamplingParams:
     """Choice k draws with seed + k, which starts again at 0 after the largest seed."""
     seed = (request.sampling.seed + choice) % (MAX_SEED + 1)
     return dataclasses.replace(request.sampling, seed=seed)
+
+
+def _token_event(
+    sequence: Sequence, token: int | None, logprobs: TokenLogprobs | None
+) -> TokenEvent:
+    return TokenEvent(
+        request_id=sequence.request.id,
+        choice=sequence.choice,
+        token=token,
+        logprobs=logprobs,
+        finish_reason=None,
+        prompt_tokens=sequence.num_prompt,
+        cached_tokens=sequence.cached_tokens or 0,
+        timing=None,
+    )
+
+
+def _last_event(
+    sequence: Sequence,
+    reason: FinishReason,
+    now: float,
+    token: int | None = None,
+    logprobs: TokenLogprobs | None = None,
+) -> TokenEvent:
+    """The event that ends a choice; with times if it has produced anything."""
+    timing = None
+    if sequence.admitted is not None and sequence.first_token is not None:
+        timing = RequestTiming(
+            submitted=sequence.submitted,
+            admitted=sequence.admitted,
+            first_token=sequence.first_token,
+            finished=now,
+        )
+    event = _token_event(sequence, token, logprobs)
+    return dataclasses.replace(event, finish_reason=reason, timing=timing)
