@@ -31,11 +31,9 @@ from k3jax.engine.host import keep_freed_memory
 from k3jax.engine.request import Request, SamplingParams
 from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.step import StepInputs, StepState, jitted_step
-from k3jax.model import params as model_params
 from k3jax.model.params import K3Params
-from k3jax.model.quantize import quantize_weights
 from k3jax.state import DecodeState, Spans
-from scripts.benchmark_model import small_config
+from scripts.benchmark_model import random_params, small_config
 
 PROMPT = 128
 STEPS = 24
@@ -320,9 +318,7 @@ def main() -> int:
     args = parser.parse_args()
     keep_freed_memory()
     config = small_config()
-    params = jax.jit(model_params.init, static_argnums=0)(config, jax.random.key(0))
-    if args.weights == "int8":
-        params = jax.jit(quantize_weights)(params)
+    params = random_params(config, args.weights)
     result = measure(params, config, args.decode, args.prefix, args.rounds)
     print(json.dumps(result) if args.json else show(result))
     return 0

@@ -68,6 +68,12 @@ def small_config() -> K3Config:
     )
 
 
+def random_params(config: K3Config, weights: str) -> K3Params:
+    """Seeded weights, `float32` or `int8`."""
+    params = jax.jit(model_params.init, static_argnums=0)(config, jax.random.key(0))
+    return jax.jit(quantize_weights)(params) if weights == "int8" else params
+
+
 def active_parameters(config: K3Config) -> int:
     """Weights that one token meets: all but the embedding table and the experts not chosen."""
     spec = model_params.abstract(replace(config, expert_format=None))
@@ -237,9 +243,7 @@ def main() -> int:
     args = parser.parse_args()
     keep_freed_memory()
     config = small_config()
-    params = jax.jit(model_params.init, static_argnums=0)(config, jax.random.key(0))
-    if args.weights == "int8":
-        params = jax.jit(quantize_weights)(params)
+    params = random_params(config, args.weights)
     result = measure(params, config, args.prefill, args.decode, args.rounds)
     if args.json:
         print(json.dumps(result))

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementation import Implementation, chosen
-from pallas_kernels.mla.attention_xla import mla_absorbed
 from pallas_kernels.mla.paged_decode_gpu import (
     TILE,
     context_parts,
     join_parts,
     paged_attention,
 )
+from pallas_kernels.mla.paged_xla import mla_paged
 
 MAX_TOKENS = 8
 
@@ -41,8 +41,7 @@ def mla_paged_decode(
     _check(q, pages, kv_up, page_table, starts, lengths)
     runs = chosen("mla_decode") if implementation is None else implementation
     if runs is Implementation.XLA:
-        context = gather_pages(pages, page_table, starts + lengths).astype(q.dtype)
-        return mla_absorbed(q, context, kv_up, starts)
+        return mla_paged(q, pages, kv_up, page_table, starts, lengths)
     rows, tokens, heads, _ = q.shape
     latent = kv_up.shape[2]
     nope = q.shape[-1] - (pages.shape[2] - latent)
@@ -73,19 +72,6 @@ def mla_paged_decode(
     )
     mixed = mixed[:, : tokens * heads].reshape(rows, tokens, heads, latent).astype(q.dtype)
     return jnp.einsum("bthr,hvr->bthv", mixed, kv_up[:, nope:])
-
-
-def gather_pages(
-    pages: Float[Array, "page position latent"],
-    page_table: Int[Array, "row page"],
-    counts: Int[Array, "row"],
-) -> Float[Array, "row context latent"]:
-    """Each row's latents in order of their positions; zero from `counts[b]` on."""
-    rows, entries = page_table.shape
-    size = pages.shape[1]
-    context = jnp.take(pages, page_table, axis=0, mode="clip").reshape(rows, entries * size, -1)
-    known = jnp.arange(entries * size) < counts[:, None]
-    return jnp.where(known[..., None], context, jnp.zeros((), pages.dtype))
 
 
 def _check(
