@@ -32,7 +32,8 @@ Generate a reply to --prompt, to the text on stdin (-), or to every line of --fi
 A line of FILE is a JSON object with "prompt" (text), "messages" (OpenAI's form, with images as
 paths or data URLs) or "tokens" (ids as they are). It may add "tools", "tool_choice",
 "response_format", "thinking", "effort", "id" and any sampling option, as "max_tokens" or
-"stop_ids". All lines are checked before anything runs.
+"stop_ids". All lines are checked before anything runs. "response_format" and "tool_choice" are told
+to the model and not enforced; `k3jax serve` enforces them.
 
 Sampling follows --seed; line n of a file adds n to it, so that equal prompts get different replies.
 """
