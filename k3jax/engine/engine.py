@@ -20,6 +20,7 @@ from k3jax.cache.prefix import PrefixEntry
 from k3jax.cache.store import PrefixStore
 from k3jax.config import K3Config
 from k3jax.engine.batch import Packer
+from k3jax.engine.checks import checked_request
 from k3jax.engine.engine_config import EngineConfig
 from k3jax.engine.prefix_copies import read_prefix, write_prefix
 from k3jax.engine.request import (
@@ -30,8 +31,6 @@ from k3jax.engine.request import (
     SamplingParams,
     TokenEvent,
     TokenLogprobs,
-    check_prompt,
-    check_stop_ids,
 )
 from k3jax.engine.sampling import TokenHistory
 from k3jax.engine.scheduler import Scheduler, SchedulerConfig
@@ -142,7 +141,16 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError naming the wrong field, or QueueFull."""
-        budget = self._check(request)
+        settings = self.settings
+        request = checked_request(
+            request,
+            self.config,
+            max_context=settings.max_context,
+            max_choices=settings.max_choices,
+        )
+        if request.id in self._live:
+            raise ValueError(f"request {request.id!r} is already running")
+        budget = min(request.sampling.max_tokens, settings.max_context - len(request.prompt))
         if len(self.scheduler.waiting) + request.n > self.settings.max_waiting:
             raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
         keys = self._cache_keys(request)
@@ -150,7 +158,8 @@ class Engine:
         if not request.sampling.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
         now, leader = time.monotonic(), None
-        for choice in range(request.n):
+        constraints = [request.constraint and request.constraint.fork() for _ in range(request.n)]
+        for choice, constraint in enumerate(constraints):
             tokens = list(request.prompt)
             sequence = Sequence(
                 request,
@@ -161,7 +170,7 @@ class Engine:
                 stop_ids,
                 tokens,
                 tokens if keys is None else list(keys),
-                request.constraint and request.constraint.fork(),
+                constraint,
                 leader=leader,
                 submitted=now,
             )
@@ -216,7 +225,12 @@ class Engine:
         return dataclasses.asdict(self.settings)
 
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compile every bucket by running it on padding; `progress(what, number, total)`."""
+        """Compile every bucket by running it on padding; `progress(what, number, total)`.
+
+        Raises ValueError while requests run: their token histories would be overwritten.
+        """
+        if self._live or self._in_flight:
+            raise ValueError("warm_up: requests are running; it belongs before the first one")
         programs = list(self._programs())
         for number, (name, run) in enumerate(programs):
             if progress is not None:
@@ -421,30 +435,6 @@ class Engine:
         arrays = jax.device_get(self._read_prefix(0, [0] * PAGES_AT_ONCE))
         self._write_prefix(-1, [-1] * PAGES_AT_ONCE, arrays)
 
-    def _check(self, request: Request) -> int:
-        """The tokens that the request may generate; raises ValueError for a wrong one."""
-        name = f"request {request.id!r}"
-        if request.id in self._live:
-            raise ValueError(f"{name} is already running")
-        if request.n < 1 or request.n > self.settings.max_choices:
-            raise ValueError(f"{name}: n = {request.n}, expected 1..{self.settings.max_choices}")
-        context = self.settings.max_context
-        assert context is not None
-        vocab = self.config.vocab_size
-        check_prompt(request.prompt, vocab_size=vocab, max_context=context, name=name)
-        check_stop_ids(request.sampling, vocab_size=vocab, name=name)
-        media = 0
-        if self.config.vision is not None:
-            media = request.prompt.count(self.config.vision.media_token_id)
-        given = 0 if request.images is None else request.images.features.shape[0]
-        if request.images is not None and self.config.vision is None:
-            raise ValueError(f"{name} has images, but the model has no vision tower")
-        if media != given:
-            raise ValueError(
-                f"{name} has {media} media tokens, but its images have {given} features"
-            )
-        return min(request.sampling.max_tokens, context - len(request.prompt))
-
     def _cache_keys(self, request: Request) -> list[int] | None:
         """The prompt with every media token replaced by what it shows, or None without images."""
         if request.images is None or self.config.vision is None:
@@ -464,7 +454,7 @@ class Engine:
 
 def _sampling_of(request: Request, choice: int) -> SamplingParams:
     """Choice k draws with seed + k, which starts again at 0 after the largest seed."""
-    seed = (request.sampling.seed + choice) % (MAX_SEED + 1)
+    seed = (int(request.sampling.seed) + choice) % (MAX_SEED + 1)
     return dataclasses.replace(request.sampling, seed=seed)
 
 

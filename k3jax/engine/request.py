@@ -203,6 +203,8 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_context: int, na
             "including at least one generated token"
         )
     for position, token in enumerate(prompt):
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise ValueError(f"{name}: {token!r} at position {position} is no token id")
         if not 0 <= token < vocab_size:
             raise ValueError(
                 f"{name}: token id {token} at position {position} is outside the vocabulary "

@@ -156,10 +156,10 @@ class Scheduler:
                     return
                 continue
             self.waiting.remove(sequence)
-            self.running.append(sequence)
-            self.running.sort(key=lambda s: s.rank)
             sequence.lane = self._lanes.pop()
             sequence.phase = Phase.PREFILL
+            self.running.append(sequence)
+            self.running.sort(key=lambda s: s.rank)
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Slot and pages for all tokens so far, starting from the longest cached prefix."""

@@ -292,3 +292,54 @@ def test_after_warm_up_nothing_compiles(compilations):
     engine.submit(Request("after", prompt, SamplingParams(max_tokens=2)))
     assert list(engine.run())
     assert not compilations
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id": b"x"}, "expected a string"),
+        ({"priority": "high"}, "priority = 'high'"),
+        ({"priority": 1.5}, "priority = 1.5"),
+        ({"n": True}, "n = True"),
+        ({"n": 2.0}, "n = 2.0"),
+        ({"prompt": "text"}, "not token ids"),
+        ({"prompt": 7}, "not token ids"),
+        ({"prompt": (1, 2.7)}, "2.7 at position 1"),
+    ],
+    ids=str,
+)
+def test_a_field_of_the_wrong_type_is_refused_and_disturbs_nobody(fields, message):
+    engine = make_engine()
+    engine.submit(Request("good", prompt_of(5), free(max_tokens=3)))
+    with pytest.raises(ValueError, match=message):
+        engine.submit(Request(**({"id": "bad", "prompt": (1, 2, 3)} | fields)))
+    assert [event.request_id for event in engine.run()] == ["good"] * 3
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (4, 1), (4,), (4, 1, 32), ()], ids=str)
+def test_image_features_of_another_shape_are_refused(shape):
+    config = text_config()
+    assert config.vision is not None
+    engine = Engine(random_weights(config), config, EngineConfig(max_rows=1, max_context=64))
+    prompt = (1, *[config.vision.media_token_id] * 4, 2)
+    with pytest.raises(ValueError, match="features"):
+        engine.submit(Request("a", prompt, images=PromptImages(np.zeros(shape, np.float32))))
+    bad = PromptImages(np.full((4, config.hidden_size), "a"))
+    with pytest.raises(ValueError, match="dtype"):
+        engine.submit(Request("a", prompt, images=bad))
+
+
+def test_numpy_numbers_are_numbers():
+    engine = make_engine()
+    sampling = free(max_tokens=np.int64(3), seed=np.int64(5))
+    engine.submit(Request("a", np.asarray(prompt_of(5)), sampling, n=np.int64(2)))  # pyright: ignore[reportArgumentType]
+    assert len(list(engine.run())) == 6
+
+
+def test_warming_up_beside_a_running_request_is_refused():
+    engine = make_engine()
+    engine.submit(Request("a", prompt_of(5), free(max_tokens=3)))
+    with pytest.raises(ValueError, match="warm_up: requests are running"):
+        engine.warm_up()
+    assert len(list(engine.run())) == 3
