@@ -79,9 +79,10 @@ class ConstraintCompiler:
 
         Raises FieldError naming the keyword, node or position that cannot be done.
         """
-        lark = to_lark(text, open_channel(self._tokenizer, prompt))
+        loop = asyncio.get_running_loop()
+        channel = open_channel(self._tokenizer, prompt)
+        lark = await loop.run_in_executor(self._threads, to_lark, text, channel)
         if lark not in self._compiled:
-            loop = asyncio.get_running_loop()
             where = f"sampling_params.{text.kind}"
             self._compiled[lark] = await loop.run_in_executor(
                 self._threads, self._compile, lark, where

@@ -65,7 +65,10 @@ class ImageEncoder:
                 f"{where}.model_specific_tensors", f"expected one of {', '.join(_GRID_TENSORS)}"
             )
         where = f"{where}.model_specific_tensors[{name!r}]"
-        values = [int(value) for value in to_array(tensors[name], where).reshape(-1)]
+        grid = to_array(tensors[name], where)
+        if not np.issubdtype(grid.dtype, np.integer):
+            raise FieldError(where, f"grid of {grid.dtype}, expected integers")
+        values = [int(value) for value in grid.reshape(-1)]
         if len(values) != 3 or min(values) < 1 or np.prod(values, dtype=object) != patches:
             raise FieldError(where, f"grid {values} for {patches} patches")
         merge = self._config.merge_size

@@ -100,13 +100,14 @@ class RequestLog:
         return len(self._open)
 
     def open(self, record: RequestRecord) -> None:
-        """Begin to track a request."""
-        self._open[record.id] = record
+        """Begin to track a request; one that runs under the same id stays the one to be found."""
+        self._open.setdefault(record.id, record)
 
     def close(self, record: RequestRecord, error: str = "") -> None:
         """The request has ended: write its line."""
         record.error, record.ended = error, time.monotonic()
-        self._open.pop(record.id, None)
+        if self._open.get(record.id) is record:
+            del self._open[record.id]
         self._finished[record.id] = record
         self._finished.move_to_end(record.id)
         while len(self._finished) > self._kept:

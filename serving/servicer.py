@@ -26,7 +26,7 @@ from serving.rich_status import abort
 from serving.served_model import ServedModel
 from serving.service_state import ServiceState
 from serving.trace import trace_id
-from serving.wire import FieldError, Incoming, to_request
+from serving.wire import MAX_REQUEST_ID, FieldError, Incoming, to_request
 
 log = logging.getLogger("k3jax.serving")
 
@@ -60,7 +60,7 @@ class SchedulerServicer(pb_grpc.TokenSpeedSchedulerServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Run a request. A call that is cancelled, or whose deadline passes, is aborted."""
         record = RequestRecord(
-            id=request.request_id,
+            id=request.request_id[:MAX_REQUEST_ID],
             prompt_tokens=len(request.tokenized.input_ids),
             n=request.sampling_params.n or 1,
             trace_id=trace_id(context.invocation_metadata()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import uuid
 from collections.abc import Iterable
@@ -194,7 +195,12 @@ def _priority(params: pb.SamplingParams) -> int:
     value = custom.pop("priority", 0)
     for name in custom:
         raise FieldError(f"sampling_params.custom_params.{name}", "unknown; there is only priority")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value != int(value)
+    ):
         raise FieldError("sampling_params.custom_params.priority", f"{value!r} is no whole number")
     return int(value)
 

@@ -46,3 +46,17 @@ def test_finished_requests_are_forgotten_oldest_first():
 
     assert [record.id for record in log.latest(10)] == ["c", "b"]
     assert log.num_open == 0
+
+
+def test_a_refused_request_does_not_hide_the_one_that_runs_under_its_id():
+    log = RequestLog()
+    running, refused = (RequestRecord("r1", prompt_tokens=1, n=1) for _ in range(2))
+    log.open(running)
+    log.open(refused)
+    log.close(refused, "in use")
+    assert log.num_open == 1
+    assert log.find("r1") is running
+    log.close(RequestRecord("r1", prompt_tokens=1, n=1), "never opened")
+    assert log.num_open == 1
+    log.close(running)
+    assert log.num_open == 0

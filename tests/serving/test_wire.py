@@ -163,7 +163,16 @@ def test_empty_prompt_is_refused():
         to_request(pb.GenerateRequest(), LIMITS)
 
 
-@pytest.mark.parametrize("knobs", [{"speed": 1}, {"priority": 0.5}, {"priority": "high"}])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"speed": 1},
+        {"priority": 0.5},
+        {"priority": "high"},
+        {"priority": math.inf},
+        {"priority": math.nan},
+    ],
+)
 def test_unknown_knob_is_refused_by_name(knobs: dict[str, Any]):
     message = request()
     message.sampling_params.custom_params.update(knobs)
