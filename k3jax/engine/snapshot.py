@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def read_snapshot(path: str | Path) -> dict[str, Any]:
 
     Raises FileNotFoundError, and ValueError naming a file that is no snapshot.
     """
-    with _open(path) as data:
+    with _open(path) as data, _damage_named(path):
         return json.loads(str(data["description"]))
 
 
@@ -69,39 +71,77 @@ def load_snapshot(engine: Engine, path: str | Path) -> int:
     is of another model, page size or dtype, FileNotFoundError when there is none.
     """
     with _open(path) as data:
-        if str(data["model"]) != _identity(engine):
+        with _damage_named(path):
+            made_with = str(data["model"])
+            count = sum(name.endswith("/tokens") for name in data.files)
+            prompts = [tuple(data[f"{number}/tokens"].tolist()) for number in range(count)]
+        if made_with != _identity(engine):
             raise ValueError(
                 f"{path}: made with other weights, another page size or dtype than the engine's"
             )
-        count = sum(name.endswith("/tokens") for name in data.files)
-        prompts = [data[f"{number}/tokens"].tolist() for number in range(count)]
-        restored = [
-            number
-            for number in reversed(range(len(prompts)))
-            if engine.settings.prefix_cache
-            and _restore(engine, tuple(prompts[number]), lambda n=number: _arrays(data, engine, n))
-        ]
+        restored = []
+        for number in reversed(range(count)):
+            if engine.settings.prefix_cache and _has_room(engine, prompts[number]):
+                with _damage_named(path):
+                    arrays = _arrays(data, engine, number)
+                    _check_shapes(arrays, engine, len(prompts[number]))
+                _restore(engine, prompts[number], arrays)
+                restored.append(number)
     for number in reversed(restored):  # the most recently used one last
         engine.store.tree.match(prompts[number], len(prompts[number]))
     return len(restored)
 
 
-def _restore(engine: Engine, tokens: tuple[int, ...], arrays: Callable[[], PrefixArrays]) -> bool:
-    """Write a prefix into free pages and a free slot and publish it; False without room."""
+@contextmanager
+def _damage_named(path: str | Path) -> Iterator[None]:
+    """Errors of reading from inside the file become a ValueError that names it."""
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is a damaged snapshot: {error}") from error
+
+
+def _has_room(engine: Engine, tokens: tuple[int, ...]) -> bool:
+    store = engine.store
+    missing = -(-len(tokens) // store.page_size) - len(store.tree.known_pages(tokens))
+    return store.pages.num_free >= missing and store.slots.num_free > 0
+
+
+def _restore(engine: Engine, tokens: tuple[int, ...], arrays: PrefixArrays) -> None:
+    """Write a prefix into free pages and a free slot, and publish it."""
     store = engine.store
     known = store.tree.known_pages(tokens)
     missing = -(-len(tokens) // store.page_size) - len(known)
-    if store.pages.num_free < missing or not store.slots.num_free:
-        return False
     store.pages.share(known)
     pages = (*known, *(store.pages.take() for _ in range(missing)))
     slot = store.slots.take()
-    written = write_prefix(engine.state.decode, slot, pages, arrays(), len(known))
+    written = write_prefix(engine.state.decode, slot, pages, arrays, len(known))
     engine.state = engine.state.replace(decode=written)
     store.publish(PrefixEntry(tokens, pages, slot))
     store.pages.release(pages)
     store.slots.release([slot])
-    return True
+
+
+def _check_shapes(arrays: PrefixArrays, engine: Engine, num_tokens: int) -> None:
+    """Raise ValueError unless `arrays` are a whole prefix of `num_tokens` for these pools."""
+    if num_tokens < 1:
+        raise ValueError("a prefix without tokens")
+    state = engine.state.decode
+    pages = -(-num_tokens // state.latent.page_size) if state.latent.pages else 0
+    sizes = [min(PAGES_AT_ONCE, pages - at) for at in range(0, pages, PAGES_AT_ONCE)]
+    wanted = [
+        _stacked(state.recurrent.matrices),
+        _stacked(state.recurrent.windows),
+        *(_stacked(state.latent.pages, size) for size in sizes),
+    ]
+    found = [arrays.slot.matrices, arrays.slot.windows, *arrays.pages]
+    shapes = [None if array is None else tuple(array.shape) for array in found]
+    if shapes != wanted:
+        raise ValueError(f"a prefix of {num_tokens} tokens has arrays {shapes}, expected {wanted}")
+
+
+def _stacked(pools: tuple[jax.Array, ...], *counts: int) -> tuple[int, ...] | None:
+    return (len(pools), *counts, *pools[0].shape[1:]) if pools else None
 
 
 def _arrays(data: Any, engine: Engine, number: int) -> PrefixArrays:

@@ -1,4 +1,5 @@
 import json
+import zipfile
 from dataclasses import replace
 
 import jax
@@ -177,3 +178,51 @@ def test_options_that_do_not_go_together_are_refused(arguments, monkeypatch, cap
 )
 def test_runs_of_ids_are_shortened(numbers, text):
     assert inspect_state._ranges(numbers) == text
+
+
+def damage(path, entry, change):
+    """The snapshot with the array `entry` changed; None takes it out."""
+    with np.load(path) as data:
+        content = {name: data[name] for name in data.files}
+    changed = change(content.pop(entry))
+    if changed is not None:
+        content[entry] = changed
+    np.savez(path, **content)
+
+
+@pytest.mark.parametrize(
+    ("entry", "change"),
+    [
+        ("0/matrices", lambda x: None),
+        ("0/matrices", lambda x: x[:-1]),
+        ("0/windows", lambda x: x[..., :-1]),
+        ("0/pages/0", lambda x: None),
+        ("0/pages/0", lambda x: x[:, :0]),
+        ("0/tokens", lambda x: x[:0]),
+        ("model", lambda x: None),
+    ],
+)
+def test_a_damaged_snapshot_is_refused_and_takes_nothing(busy, tmp_path, entry, change):
+    path = tmp_path / "state.npz"
+    save_snapshot(busy, path, arrays=True)
+    damage(path, entry, change)
+    engine = make_engine()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"state\.npz is a damaged snapshot"):
+            load_snapshot(engine, path)
+        engine.scheduler.check()
+
+
+def test_a_flipped_bit_is_found_and_takes_nothing(busy, tmp_path):
+    path = tmp_path / "state.npz"
+    save_snapshot(busy, path, arrays=True)
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("0/matrices.npy").header_offset
+    raw = bytearray(path.read_bytes())
+    raw[start + 400] ^= 1
+    path.write_bytes(raw)
+    engine = make_engine()
+    with pytest.raises(ValueError, match=r"state\.npz is a damaged snapshot: Bad CRC"):
+        load_snapshot(engine, path)
+    engine.scheduler.check()
+    assert reply(engine, (1, 2, 3))[0]
