@@ -159,6 +159,16 @@ def chosen(op: str) -> Implementation:
     return Implementation.XLA if plan is None else plan[op]
 
 
+def device_platform() -> str:
+    """JAX's name of what the traced program will run on: "cpu", "gpu".
+
+    That of the plan in use, so that a machine without a GPU can trace for one; without a plan, of
+    JAX's default back end.
+    """
+    plan = _active.value
+    return jax.default_backend() if plan is None else plan.device.platform
+
+
 def _explicit(op: str, wanted: Implementation, support: Support, device: Device) -> Choice:
     if wanted is Implementation.XLA:
         return Choice(op, wanted, "asked for")

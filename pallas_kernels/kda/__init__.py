@@ -12,10 +12,10 @@ value-first).
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import device_platform
 from pallas_kernels.kda import chunk_xla, conv_xla, step_xla
 from pallas_kernels.kda.reference import gated_rms_norm, kda_recurrent, l2_norm, log_decay_gate
 
@@ -69,7 +69,7 @@ def kda_chunk(
     finite (zero them too): a NaN times zero is still a NaN. Its output means nothing.
     """
     _check_tokens(("B", "T", "H"), q, k, v, log_decay, beta)
-    tuning = CPU_TUNING if jax.default_backend() == "cpu" else DEVICE_TUNING
+    tuning = CPU_TUNING if device_platform() == "cpu" else DEVICE_TUNING
     chunk_size = tuning.chunk_size if chunk_size is None else chunk_size
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size is {chunk_size}; it must be a power of two")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
+from pallas_kernels.implementation import device_platform
 from pallas_kernels.linear.linear_xla import linear_cpu, linear_cpu_bfloat16
 from pallas_kernels.linear.packed_xla import int8_product, mxfp4_product, unpack_mxfp4
 from pallas_kernels.linear.reference import (
@@ -22,14 +23,14 @@ PACKED_ROWS = 4
 def linear(x: Float[Array, "*row in"], w: Float[Array, "out in"]) -> Float[Array, "*row out"]:
     """`x wᵀ`, summed in float32 and returned in the dtype of x; differentiable.
 
-    w is cast to the dtype of x first. The form is chosen at trace time: on the CPU back end by the
-    number of rows (see `linear_xla`), elsewhere one dot. Row counts that take the same form give a
+    w is cast to the dtype of x first. The form is chosen at trace time: for a CPU by the number
+    of rows (see `linear_xla`), for other devices one dot. Row counts that take the same form give a
     row the same bits whatever its neighbours hold; other counts differ by float rounding.
     """
     _check_input(x, w.shape, w.shape[-1])
     forms = {jnp.dtype("float32"): linear_cpu, jnp.dtype("bfloat16"): linear_cpu_bfloat16}
     product = forms.get(x.dtype)
-    if product is None or jax.default_backend() != "cpu" or x.size == 0:
+    if product is None or device_platform() != "cpu" or x.size == 0:
         return linear_reference(x, w)
     rows = x.reshape(-1, x.shape[-1])
     out = product(rows, w.astype(x.dtype)).astype(x.dtype)
@@ -52,7 +53,7 @@ def linear_mxfp4(
             f"MXFP4 scales {scales.shape} do not cover packed values {values.shape}: "
             f"one scale per {MXFP4_BLOCK} inputs"
         )
-    if jax.default_backend() != "cpu":
+    if device_platform() != "cpu":
         return linear_reference(x, decode_mxfp4(values, scales))
     return _packed(x, values, scales, mxfp4_product, unpack_mxfp4)
 
@@ -67,7 +68,7 @@ def linear_int8(
     _check_input(x, values.shape, values.shape[-1])
     if scales.shape != values.shape[:1]:
         raise ValueError(f"int8 scales {scales.shape} do not match {values.shape[0]} outputs")
-    if jax.default_backend() != "cpu":
+    if device_platform() != "cpu":
         return linear_reference(x, decode_int8(values, scales))
     return _packed(x, values, scales, int8_product, decode_int8)
 

@@ -57,9 +57,9 @@ def mxfp4_product(
     products = []
     for part in _grouped(blocks, 2):
         pair = part.astype(jnp.int32)
-        products.append(_twice_e2m1(pair) * even[:, None] + _twice_e2m1(pair >> 4) * odd[:, None])
+        products.append(twice_e2m1(pair) * even[:, None] + twice_e2m1(pair >> 4) * odd[:, None])
     sums = _sum_last(products).astype(jnp.float32)
-    return _add_last(sums * (_power_of_two(scales) * (0.5 * step[:, None])))
+    return _add_last(sums * (power_of_two(scales) * (0.5 * step[:, None])))
 
 
 def unpack_mxfp4(
@@ -69,10 +69,10 @@ def unpack_mxfp4(
     table = jnp.array(BYTE_PAIRS, jnp.float32)
     pairs = table.at[values.astype(jnp.int32)].get(mode="promise_in_bounds")
     blocks = pairs.reshape(*scales.shape, MXFP4_BLOCK)
-    return (blocks * _power_of_two(scales)[..., None]).reshape(*values.shape[:-1], -1)
+    return (blocks * power_of_two(scales)[..., None]).reshape(*values.shape[:-1], -1)
 
 
-def _power_of_two(scales: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
+def power_of_two(scales: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
     """2^(s - 127) as float32: 0 for s = 0, NaN for s = 255."""
     bits = jnp.where(scales == 255, 0x7FC00000, scales.astype(jnp.int32) << 23)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -114,7 +114,7 @@ def _add_last(terms: Float[Array, "row out block"]) -> Float[Array, "row out"]:
     return functools.reduce(jax.lax.add, [terms[..., i] for i in range(terms.shape[-1])])
 
 
-def _twice_e2m1(code: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+def twice_e2m1(code: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """Twice the number behind the low four bits: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
 
     The table is one word of eight 4-bit fields, since shifts vectorise and look-ups do not.

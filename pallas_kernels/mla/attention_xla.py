@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import device_platform
 from pallas_kernels.linear.linear_xla import DOT_ROWS, streamed
 
 QUERY_BLOCK = 256
@@ -132,14 +133,14 @@ def _values(
 
 
 def _few(x: Float[Array, "head query width"]) -> bool:
-    return jax.default_backend() == "cpu" and x.dtype == jnp.float32 and x.shape[1] < DOT_ROWS
+    return device_platform() == "cpu" and x.dtype == jnp.float32 and x.shape[1] < DOT_ROWS
 
 
 def product(
     x: Float[Array, "batch row in"], w: Float[Array, "batch out in"]
 ) -> Float[Array, "batch row out"]:
     """`x wᵀ` per batch entry in float32, streaming w on CPU while the rows are few."""
-    if jax.default_backend() == "cpu" and x.shape[1] < DOT_ROWS and x.dtype == jnp.float32:
+    if device_platform() == "cpu" and x.shape[1] < DOT_ROWS and x.dtype == jnp.float32:
         return streamed(x, w.astype(jnp.float32))
     return jnp.einsum("bxi,boi->bxo", x, w, preferred_element_type=jnp.float32)
 

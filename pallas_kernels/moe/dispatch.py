@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.implementation import Implementation, chosen
+from pallas_kernels.implementation import Implementation, chosen, device_platform
 from pallas_kernels.moe.blocks_xla import experts_by_block
 from pallas_kernels.moe.experts_gpu import experts_by_tile
+from pallas_kernels.moe.gathered_xla import experts_by_gather
 from pallas_kernels.moe.grouped_xla import experts_by_group
 from pallas_kernels.moe.pairs_xla import experts_by_pair
 from pallas_kernels.moe.reference import Activation, Weight
@@ -37,8 +38,8 @@ def experts(
     pure. Rows with valid False give zeros, may hold anything, even NaN, and cost no reads.
 
     Under differentiation (x, weights and float expert weights) the static form of `grouped_xla`
-    runs. Otherwise the form on CPU depends on the number of rows; a row's result does not depend
-    on what other rows hold beyond float rounding, and at few rows not at all.
+    runs. Otherwise the form depends on the device and the number of rows; a row's result does not
+    depend on what other rows hold beyond float rounding, and at few rows not at all.
     """
     count, double, latent = _logical(gate_up)
     if _logical(down) != (count, latent, double // 2):
@@ -76,8 +77,8 @@ def _experts(
         assert isinstance(gate_up, tuple) and isinstance(down, tuple)
         tiled = functools.partial(experts_by_tile, interpret=runs.interpret)
         return tiled(x, routing, gate_up, down, activation, count)
-    if jax.default_backend() != "cpu":
-        return experts_by_group(x, routing, gate_up, down, activation, count)
+    if device_platform() != "cpu":
+        return experts_by_gather(x, routing, gate_up, down, activation, count)
     per_expert = indices.size / count
     if per_expert <= PAIRS_PER_EXPERT[_format(gate_up)]:
         return experts_by_pair(x, routing, gate_up, down, activation)

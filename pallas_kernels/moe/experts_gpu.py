@@ -29,24 +29,12 @@ def experts_by_tile(
     needs do nothing.
     """
     routing = routing.by_expert()
-    pairs = routing.order.shape[0]
-    rows = tile_rows(pairs, count)
-    tiles = min(pairs, (pairs + min(count, pairs) * (rows - 1)) // rows)
-    sizes = routing.sizes(count)
-    needed = -(-sizes // rows)
-    ends = jnp.cumsum(needed)
-    first_tile, first_pair = ends - needed, jnp.cumsum(sizes) - sizes
-    tile = jnp.arange(tiles)
-    expert = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-    known = jnp.minimum(expert, count - 1)
-    place = (tile - first_tile[known])[:, None] * rows + jnp.arange(rows)
-    inside = (expert < count)[:, None] & (place < sizes[known][:, None])
-    pair = jnp.where(inside, first_pair[known][:, None] + place, 0)
-    inputs = jnp.where(inside[..., None], x[routing.order[pair] // routing.choices], 0)
+    tiles = routing.tiles(tile_rows(routing.order.shape[0], count), count)
+    inputs = tiles.inputs(x, routing)
 
     middle = tile_product(
         by_planes(inputs),
-        expert,
+        tiles.expert,
         *gate_up,
         activation=activation,
         out_dtype=jnp.dtype(x.dtype),
@@ -54,18 +42,14 @@ def experts_by_tile(
     )
     out = tile_product(
         by_planes(middle.swapaxes(1, 2)),
-        expert,
+        tiles.expert,
         *down,
         activation=None,
         out_dtype=jnp.dtype(jnp.float32),
         interpret=interpret,
     )
-    # The tile and row of every sorted pair; the pairs of padding rows have weight zero.
-    number = jnp.arange(pairs)
-    rank = number - first_pair[routing.experts]
-    at = jnp.minimum(first_tile[routing.experts] + rank // rows, tiles - 1)
-    result = out.swapaxes(1, 2)[at, rank % rows].astype(x.dtype).astype(jnp.float32)
-    return routing.combine(jnp.where((number < routing.pairs)[:, None], result, 0))
+    result = out.swapaxes(1, 2).astype(x.dtype).astype(jnp.float32)
+    return tiles.combine(result, routing)
 
 
 def tile_rows(pairs: int, count: int) -> int:

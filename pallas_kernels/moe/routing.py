@@ -46,6 +46,24 @@ class Routing(NamedTuple):
             order=self.order[order], experts=self.experts[order], places=_argsort(order)[None]
         )
 
+    def tiles(self, rows: int, count: int) -> "Tiles":
+        """Each of `count` experts' pairs in tiles of `rows`; needs the order of `by_expert`."""
+        pairs = self.order.shape[0]
+        most = min(pairs, (pairs + min(count, pairs) * (rows - 1)) // rows)
+        sizes = self.sizes(count)
+        needed = -(-sizes // rows)
+        ends = jnp.cumsum(needed)
+        first_tile, first_pair = ends - needed, jnp.cumsum(sizes) - sizes
+        tile = jnp.arange(most)
+        expert = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+        known = jnp.minimum(expert, count - 1)
+        rank = (tile - first_tile[known])[:, None] * rows + jnp.arange(rows)
+        used = (expert < count)[:, None] & (rank < sizes[known][:, None])
+        pair = jnp.where(used, first_pair[known][:, None] + rank, 0)
+        own = jnp.arange(pairs) - first_pair[self.experts]
+        at = jnp.minimum(first_tile[self.experts] + own // rows, most - 1)
+        return Tiles(expert, pair, used, ends[-1], (at, own % rows))
+
     def padded_length(self, chunk: int) -> int:
         """Room for a chunk that starts at any pair."""
         return self.order.shape[0] + chunk - 1
@@ -64,6 +82,54 @@ class Routing(NamedTuple):
             for weight, place in zip(self.weights.T, self.places.T, strict=True)
         ]
         return functools.reduce(jax.lax.add, terms)
+
+
+class Tiles(NamedTuple):
+    """Sorted pairs cut into tiles of at most so many rows that share an expert.
+
+    There are as many tiles as any routing can need; the pairs of padding rows are in none.
+    """
+
+    expert: Int32[Array, "tile"]
+    """The number of experts, where this routing needs no such tile."""
+    pair: Int32[Array, "tile row"]
+    """Number of the sorted pair; 0 where the row is not used."""
+    used: Bool[Array, "tile row"]
+    needed: Int32[Array, ""]
+    """Tiles that this routing needs; they come first."""
+    place: tuple[Int32[Array, "pair"], Int32[Array, "pair"]]
+    """Tile and row of every sorted pair; for those of padding rows, of some other."""
+
+    def inputs(
+        self, x: Float[Array, "row latent"], routing: Routing
+    ) -> Float[Array, "tile row latent"]:
+        """What each tile multiplies, zero in rows that are not used."""
+        rows = x[routing.order[self.pair] // routing.choices]
+        return jnp.where(self.used[..., None], rows, 0)
+
+    def combine(
+        self, out: Float[Array, "tile row latent"], routing: Routing
+    ) -> Float[Array, "row latent"]:
+        """`Routing.combine` of what came of each tile."""
+        known = jnp.arange(len(routing.order)) < routing.pairs
+        return routing.combine(jnp.where(known[:, None], out[self.place], 0))
+
+    def padded(self, multiple: int, count: int) -> "Tiles":
+        """With tiles that nothing needs, up to a multiple."""
+        more = -len(self.expert) % multiple
+        return self._replace(
+            expert=jnp.pad(self.expert, (0, more), constant_values=count),
+            pair=jnp.pad(self.pair, ((0, more), (0, 0))),
+            used=jnp.pad(self.used, ((0, more), (0, 0))),
+        )
+
+    def slice(self, start: jax.Array, length: int) -> "Tiles":
+        """Some tiles in a row, for `inputs`."""
+        parts = (
+            jax.lax.dynamic_slice_in_dim(array, start, length)
+            for array in (self.expert, self.pair, self.used)
+        )
+        return Tiles(*parts, needed=self.needed, place=self.place)
 
 
 def sort_pairs(

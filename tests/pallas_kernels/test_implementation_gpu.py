@@ -11,6 +11,7 @@ from pallas_kernels.implementation import (
     Implementation,
     KernelPlan,
     chosen,
+    device_platform,
     kernel_supports,
     plan_kernels,
     use_plan,
@@ -114,6 +115,14 @@ def test_the_plan_in_use_is_seen_while_tracing_and_is_part_of_the_cache_key():
         with use_plan(active):
             function(1.0)
     assert seen == [XLA, INTERPRET]
+
+
+def test_programs_are_traced_for_the_device_of_the_plan_in_use():
+    assert device_platform() == jax.default_backend()
+    with use_plan(plan_kernels(K3, H200, measured=())):
+        assert device_platform() == "gpu"
+    with use_plan(plan_kernels(K3, CPU)):
+        assert device_platform() == "cpu"
 
 
 def test_measurements_survive_their_file(tmp_path):
