@@ -75,6 +75,10 @@ class KernelPlan:
                 return choice.implementation
         raise KeyError(f"no op {op!r} in the plan; it has {', '.join(c.op for c in self.choices)}")
 
+    def as_dict(self) -> dict[str, dict[str, str]]:
+        """By op: `runs_as` and `because`, as JSON holds them."""
+        return {op: {"runs_as": runs.value, "because": reason} for op, runs, reason in self.choices}
+
     def __str__(self) -> str:
         rows = [("op", "runs as", "because")]
         rows += [(c.op, c.implementation.value, c.reason) for c in self.choices]
@@ -110,12 +114,9 @@ def plan_kernels(
     device = Device.current() if device is None else device
     measured = measured_steps(device.kind) if measured is None else measured
     wanted = {op: Implementation(value) for op, value in (overrides or {}).items()}
-    kernels = kernel_supports()
-    for op in wanted:
-        if op not in kernels:
-            raise ValueError(f"no op {op!r} to choose; the ops are {', '.join(kernels)}")
+    check_ops(wanted)
     choices = []
-    for op, supports in kernels.items():
+    for op, supports in kernel_supports().items():
         support = supports(shape)
         if op in wanted:
             choices.append(_explicit(op, wanted[op], support, device))
@@ -137,6 +138,14 @@ def kernel_supports() -> dict[str, Callable[[ModelShape], Support]]:
         "mla_decode": paged_decode_gpu.supports,
         "experts": mxfp4_gpu.supports,
     }
+
+
+def check_ops(overrides: Mapping[str, Any]) -> None:
+    """Raise ValueError naming an op that has no kernel."""
+    kernels = kernel_supports()
+    for op in overrides:
+        if op not in kernels:
+            raise ValueError(f"no op {op!r} to choose; the ops are {', '.join(kernels)}")
 
 
 _active = jax.make_user_context(default_value=None)

@@ -26,7 +26,7 @@ class ModelShape:
     expert_in: int
     expert_width: int
     expert_format: str | None
-    """"mxfp4", or None for plain floats."""
+    """"mxfp4", "int8", or None for plain floats."""
     activation_dtype: str
     page_size: int
     """Positions of a latent page."""
@@ -52,6 +52,10 @@ class ModelShape:
             activation_dtype=activation_dtype,
             page_size=page_size,
         )
+
+    def with_experts(self, expert_format: str | None) -> "ModelShape":
+        """The same with experts stored otherwise: "mxfp4", "int8", or None for plain floats."""
+        return dataclasses.replace(self, expert_format=expert_format)
 
 
 K3 = ModelShape(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from serving.security import Tls
 
@@ -23,8 +24,9 @@ class EngineSizes:
     checkpoint_interval: int | None = None
     host_bytes: int | None = None
     prefix_cache: bool = True
+    kernels: dict[str, str] | None = None
 
-    def given(self) -> dict[str, int | bool]:
+    def given(self) -> dict[str, Any]:
         """The ones that are set."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 

@@ -10,10 +10,8 @@ from hypothesis import settings
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 # Interpreted GPU kernels wait for one another inside host callbacks, each of which holds a thread
-# of XLA's pool: with a thread per core, a small machine deadlocks. What callbacks compute must not
-# wait for the pool either.
+# of XLA's pool: with a thread per core, a small machine deadlocks.
 os.environ.setdefault("NPROC", "16")
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
 
 # A jitted function compiles at its first example, which no per-example deadline can allow for.
 settings.register_profile("compiling", deadline=None)

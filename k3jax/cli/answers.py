@@ -13,6 +13,7 @@ from k3jax.engine.generate import generate
 from k3jax.engine.request import Completion, FinishReason, TokenLogprobs
 from k3jax.model.params import K3Params
 from k3jax.text_model import TextModel
+from pallas_kernels.implementation import KernelPlan
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Answer:
     parsed: ParsedOutput
 
 
-def run_batch(params: K3Params, model: TextModel, jobs: Sequence[Job]) -> list[Answer]:
+def run_batch(
+    params: K3Params, model: TextModel, jobs: Sequence[Job], plan: KernelPlan | None = None
+) -> list[Answer]:
     """Complete some jobs together."""
     completions = generate(
         params,
@@ -33,6 +36,7 @@ def run_batch(params: K3Params, model: TextModel, jobs: Sequence[Job]) -> list[A
         [job.prompt.tokens for job in jobs],
         [job.sampling for job in jobs],
         images=[model.image_features(params, job.prompt) for job in jobs],
+        plan=plan,
     )
     return [read(model, *pair) for pair in zip(jobs, completions, strict=True)]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.cli.arguments import Subparsers
-from k3jax.cli.loading import add_model_arguments, load_params, open_text_model
+from k3jax.cli.kernels import add_kernel_argument, checked
+from k3jax.cli.loading import add_model_arguments, load_params, open_text_model, plan_for
 from k3jax.cli.sampling_arguments import (
     add_sampling_arguments,
     add_thinking_arguments,
@@ -53,6 +54,7 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--tools", metavar="FILE", help="JSON list of tool declarations in OpenAI's form"
     )
+    add_kernel_argument(parser)
     add_sampling_arguments(parser)
     add_thinking_arguments(parser)
     return parser
@@ -63,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     if (args.weights is None) == (args.server is None):
         raise ValueError("expected either WEIGHTS or --server HOST:PORT")
     if args.server is not None:
+        if args.kernel:
+            raise ValueError("--kernel goes with WEIGHTS; a server has chosen its kernels")
         return _run_with_server(args)
+    kernels = checked(args.kernel)
     model = open_text_model(args.weights)
     sampling = replace(model.sampling, **sampling_fields(args))
     options = chat_options(args, tools=_read_tools(args.tools))
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from k3jax.cli.conversation import Conversation, model_source
 
     with CompileClock() as clock:
-        source = model_source(model, params)
+        source = model_source(model, params, plan_for(model, params, kernels, batch=1))
         conversation = Conversation(model, source, sampling, options, clock=clock.running)
         ChatLoop(conversation, compiling=lambda: clock.seconds, system=args.system).run()
     return 0

@@ -13,19 +13,20 @@ from k3jax.engine.generate import stream
 from k3jax.engine.request import MAX_SEED, FinishReason, SamplingParams
 from k3jax.model.params import K3Params
 from k3jax.text_model import Prompt, TextModel
+from pallas_kernels.implementation import KernelPlan
 
 TokenSource = Callable[[Prompt, SamplingParams], Iterator[tuple[int, FinishReason | None]]]
 """Continues a prompt, as `k3jax.engine.generate.stream` does."""
 
 
-def model_source(model: TextModel, params: K3Params) -> TokenSource:
+def model_source(model: TextModel, params: K3Params, plan: KernelPlan | None = None) -> TokenSource:
     """The model itself."""
 
     def source(
         prompt: Prompt, sampling: SamplingParams
     ) -> Iterator[tuple[int, FinishReason | None]]:
         images = model.image_features(params, prompt)
-        return stream(params, model.config, prompt.tokens, sampling, images=images)
+        return stream(params, model.config, prompt.tokens, sampling, images=images, plan=plan)
 
     return source
 

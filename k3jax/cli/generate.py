@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3jax.cli.arguments import Subparsers, count
-from k3jax.cli.loading import add_model_arguments, load_params, open_text_model
+from k3jax.cli.kernels import add_kernel_argument, checked
+from k3jax.cli.loading import add_model_arguments, load_params, open_text_model, plan_for
 from k3jax.cli.sampling_arguments import (
     add_sampling_arguments,
     add_thinking_arguments,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from k3jax.cli.jobs import Job
     from k3jax.model.params import K3Params
     from k3jax.text_model import TextModel
+    from pallas_kernels.implementation import KernelPlan
 
 DEFAULT_BATCH = 8
 
@@ -82,6 +84,7 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         metavar="N",
         help="with --json: log-probabilities, with N alternatives per token",
     )
+    add_kernel_argument(parser)
     add_sampling_arguments(parser)
     add_thinking_arguments(parser)
     return parser
@@ -90,10 +93,12 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Check everything, load the weights, then reply in the order of the prompts."""
     _check_combination(args)
+    kernels = checked(args.kernel)
     model = open_text_model(args.weights)
     jobs = _jobs(args, model)
     params = load_params(model, dtype=args.dtype, dequantize=args.dequantize)
-    _reply(args, model, params, jobs)
+    plan = plan_for(model, params, kernels, batch=min(args.batch, len(jobs)))
+    _reply(args, model, params, jobs, plan)
     return 0
 
 
@@ -131,7 +136,9 @@ def _jobs(args: argparse.Namespace, model: TextModel) -> list[Job]:
     return [maker.from_text(text.removesuffix("\n") if args.stdin else text, args.image)]
 
 
-def _reply(args: argparse.Namespace, model: TextModel, params: K3Params, jobs: list[Job]) -> None:
+def _reply(
+    args: argparse.Namespace, model: TextModel, params: K3Params, jobs: list[Job], plan: KernelPlan
+) -> None:
     from tqdm import tqdm
 
     from k3jax.cli.answers import batches, run_batch, show, to_json, totals
@@ -144,7 +151,7 @@ def _reply(args: argparse.Namespace, model: TextModel, params: K3Params, jobs: l
     hidden = len(jobs) <= args.batch or not sys.stderr.isatty()
     with CompileClock() as clock, tqdm(total=len(jobs), unit="prompt", disable=hidden) as bar:
         for group in batches(jobs, args.batch):
-            answers = run_batch(params, model, group)
+            answers = run_batch(params, model, group, plan)
             for answer in answers:
                 if args.json:
                     print(json.dumps(to_json(model, answer), ensure_ascii=False), flush=True)

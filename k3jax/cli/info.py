@@ -7,11 +7,13 @@ from typing import Any
 
 from k3jax.bundled import weights_folder
 from k3jax.cli.arguments import Subparsers
+from k3jax.cli.kernels import add_kernel_argument, checked
 
 _EXAMPLES = """\
 examples:
   k3jax info k3-nano
   k3jax info ~/models/Kimi-K3 --json | python3 -m json.tool
+  k3jax info WEIGHTS --kernels --dtype bfloat16
 """
 
 
@@ -28,6 +30,15 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("weights", metavar="WEIGHTS", help="model folder, or k3-nano")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--kernels", action="store_true", help="add what each op runs as on this machine, and why"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="with --kernels: what weights are loaded as (default: as other commands do)",
+    )
+    add_kernel_argument(parser)
     return parser
 
 
@@ -35,13 +46,37 @@ def run(args: argparse.Namespace) -> int:
     """Print the report as aligned lines, or as one JSON object."""
     from k3jax.weights.summary import summarize
 
+    if not args.kernels and (args.kernel or args.dtype):
+        raise ValueError("--kernel and --dtype go with --kernels")
+    kernels = checked(args.kernel)
     report = summarize(weights_folder(args.weights))
+    plan = _plan(args, kernels) if args.kernels else None
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(report | ({} if plan is None else {"kernels": plan.as_dict()})))
         return 0
     for line in _lines(report):
         print(line)
+    if plan is not None:
+        print(f"\n{plan}")
     return 0
+
+
+def _plan(args: argparse.Namespace, kernels: dict[str, str]) -> Any:
+    """What one sequence would run as; the service plans for its own batch and context."""
+    import jax.numpy as jnp
+
+    from k3jax.config import K3Config
+    from k3jax.engine.generate import PAGE_SIZE
+    from k3jax.engine.kernel_plan import kernel_plan
+    from k3jax.model.params import abstract
+    from k3jax.weights.load import stored_dtype
+    from k3jax.weights.model_folder import is_native
+
+    folder = weights_folder(args.weights)
+    config = K3Config.from_hf(folder)
+    default = stored_dtype(folder) if is_native(folder) else jnp.float32
+    params = abstract(config, args.dtype or default)
+    return kernel_plan(params, config, kernels, page_size=PAGE_SIZE, batch=1)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

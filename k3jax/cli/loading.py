@@ -6,8 +6,11 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from k3jax.model.params import K3Params
     from k3jax.text_model import TextModel
+    from pallas_kernels.implementation import KernelPlan
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -45,3 +48,13 @@ def load_params(
     enable_compilation_cache()
     params, _ = load_model(model.folder, dtype=dtype, dequantize_experts=dequantize)
     return params
+
+
+def plan_for(
+    model: TextModel, params: K3Params, kernels: Mapping[str, str], *, batch: int
+) -> KernelPlan:
+    """What kernels run for batches of that size. Raises ValueError for variants that cannot."""
+    from k3jax.engine.generate import PAGE_SIZE
+    from k3jax.engine.kernel_plan import kernel_plan
+
+    return kernel_plan(params, model.config, kernels, page_size=PAGE_SIZE, batch=batch)

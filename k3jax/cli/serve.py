@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.cli.arguments import Subparsers, count
+from k3jax.cli.kernels import add_kernel_argument, checked
 from k3jax.cli.loading import add_model_arguments
 
 _DESCRIPTION = """\
@@ -88,6 +89,7 @@ def _options(args: argparse.Namespace) -> Any:
             checkpoint_interval=args.checkpoint_interval,
             host_bytes=args.host_bytes,
             prefix_cache=not args.no_prefix_cache,
+            kernels=checked(args.kernel) or None,
         ),
         warm_up=not args.no_warm_up,
         token=args.api_key if args.grpc_only else None,
@@ -140,6 +142,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         group, "--checkpoint-interval", type=count, metavar="N", help="of cached states, in tokens"
     )
     _add(group, "--host-bytes", type=count, metavar="N", help="host memory for evicted prefixes")
+    add_kernel_argument(group, default=os.environ.get(_variable("--kernel")))
     _add_flag(group, "--no-prefix-cache", help="keep nothing between requests")
     _add_flag(group, "--no-warm-up", help="take requests at once, and compile as they come")
 

@@ -22,6 +22,7 @@ from k3jax.config import K3Config
 from k3jax.engine.batch import Packer
 from k3jax.engine.checks import checked_request
 from k3jax.engine.engine_config import EngineConfig
+from k3jax.engine.kernel_plan import kernel_plan
 from k3jax.engine.prefix_copies import read_prefix, write_prefix
 from k3jax.engine.request import (
     MAX_SEED,
@@ -35,12 +36,13 @@ from k3jax.engine.request import (
 from k3jax.engine.sampling import TokenHistory
 from k3jax.engine.scheduler import Scheduler, SchedulerConfig
 from k3jax.engine.sequence import Emission, Phase, Sequence, StepPlan
-from k3jax.engine.step import StepOutput, StepState, jitted_history, jitted_step
+from k3jax.engine.step import StepInputs, StepOutput, StepState, jitted_history, jitted_step
 from k3jax.model.params import K3Params
 from k3jax.state import DecodeState
 from k3jax.state.latent import page_bytes
 from k3jax.state.recurrent import slot_bytes
 from k3jax.state.transfer import PAGES_AT_ONCE, PrefixArrays
+from pallas_kernels.implementation import KernelPlan, use_plan
 
 MAX_LOGPROBS = 20
 """Alternatives that a step finds when some row asks for log-probabilities."""
@@ -97,13 +99,30 @@ class Engine:
     """Continuous batching of one model on one device. All methods belong to one thread."""
 
     def __init__(
-        self, params: K3Params, config: K3Config, engine_config: EngineConfig | None = None
+        self,
+        params: K3Params,
+        config: K3Config,
+        engine_config: EngineConfig | None = None,
+        *,
+        plan: KernelPlan | None = None,
     ):
-        """Allocate the pools. Raises ValueError naming the setting that cannot be."""
+        """Plan the kernels and allocate the pools.
+
+        `plan` replaces what `EngineConfig.kernels` and measurements decide; `kernel_plan` holds it.
+        Raises ValueError naming the setting that cannot be.
+        """
         self.params, self.config = params, config
         settings = (engine_config or EngineConfig()).resolve(config)
         self.settings = settings
         self._dtype = settings.dtype or params.embed.dtype
+        self.kernel_plan = plan or kernel_plan(
+            params,
+            config,
+            settings.kernels,
+            page_size=settings.page_size,
+            batch=settings.max_rows,
+            context=settings.max_context,
+        )
         self.store = PrefixStore(
             num_pages=settings.num_pages,
             num_slots=settings.num_slots,
@@ -290,12 +309,17 @@ class Engine:
                 self._lanes[sequence.lane] = visit
                 self._enter(sequence)
         inputs = self._packer.pack(plan)
-        output, self.state = jitted_step(
-            self.params, self.config, inputs, self.state, logprobs=MAX_LOGPROBS
-        )
+        output = self._run(inputs)
         self.scheduler.dispatched(plan)
         self._in_flight.append((plan, output))
         self._steps += 1
+
+    def _run(self, inputs: StepInputs) -> StepOutput:
+        with use_plan(self.kernel_plan):
+            output, self.state = jitted_step(
+                self.params, self.config, inputs, self.state, logprobs=MAX_LOGPROBS
+            )
+        return output
 
     def absorb(self, keep: int) -> None:
         """Take in the results of all but the `keep` latest steps."""
@@ -420,10 +444,7 @@ class Engine:
             yield "prefixes to and from the host", self._run_prefix
 
     def _run_idle(self, rows: int, width: int, pages: int, *, images: bool = False) -> None:
-        inputs = self._packer.idle(rows, width, pages, images=images)
-        _, self.state = jitted_step(
-            self.params, self.config, inputs, self.state, logprobs=MAX_LOGPROBS
-        )
+        self._run(self._packer.idle(rows, width, pages, images=images))
 
     def _run_history(self) -> None:
         vocab = self.config.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +47,8 @@ class EngineConfig:
     19 times."""
     dtype: Any = None
     """Of windows and latents; default: that of the weights."""
+    kernels: Mapping[str, str] | None = None
+    """Ops and the variants ("xla", "gpu", "interpret") asked for; the rest is planned."""
 
     # Filled in by `resolve`.
     contexts: tuple[int, ...] = ()

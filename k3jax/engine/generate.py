@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from k3jax.config import K3Config
 from k3jax.engine.decode_loop import Loop, RowLimits, decode_loop, record
+from k3jax.engine.kernel_plan import kernel_plan
 from k3jax.engine.request import (
     Completion,
     FinishReason,
@@ -24,6 +25,7 @@ from k3jax.engine.sampling import SamplingInputs, TokenHistory
 from k3jax.engine.step import ImageInputs, StepInputs, StepState, jitted_step
 from k3jax.model.params import K3Params
 from k3jax.state import DecodeState, Spans
+from pallas_kernels.implementation import KernelPlan, use_plan
 
 PAGE_SIZE = 64
 MAX_SPAN = 512
@@ -48,13 +50,15 @@ def generate(
     *,
     images: Sequence[PromptImages | None] | None = None,
     dtype: jnp.dtype | None = None,
+    plan: KernelPlan | None = None,
 ) -> list[Completion]:
     """Complete every prompt; one result per prompt, in order.
 
     `prompts` are token ids of any lengths, `sampling` one setting for all or one per prompt
     (default: greedy, 256 tokens). Sequences end at the config's end-of-sequence ids, at their own
     `stop_ids`, after `max_tokens`, or at the model's context. `dtype` is that of the state
-    (default: that of the weights). Shapes are padded to powers of two, so calls of similar size
+    (default: that of the weights); `plan` says what kernels run (default: as for `Engine`, one per
+    call). Shapes are padded to powers of two, so calls of similar size
     share compiled programs. Raises ValueError naming the prompt that is empty, too long or holds
     an id outside the vocabulary, the stop id that can never come, or the images that do not fit.
     """
@@ -65,7 +69,7 @@ def generate(
         raise ValueError(f"{len(images)} entries of images for {len(prompts)} prompts")
     for number, (prompt, setting) in enumerate(zip(prompts, settings, strict=True)):
         _check(config, prompt, setting, f"prompt {number}")
-    batch = _Batch(params, config, prompts, settings, images, dtype)
+    batch = _Batch(params, config, prompts, settings, images, dtype, plan)
     batch.prefill()
     batch.decode()
     return batch.completions()
@@ -79,6 +83,7 @@ def stream(
     *,
     images: PromptImages | None = None,
     dtype: jnp.dtype | None = None,
+    plan: KernelPlan | None = None,
 ) -> Iterator[tuple[int, FinishReason | None]]:
     """Complete one prompt, yielding each token as it comes and, with the last, why it ended.
 
@@ -87,7 +92,7 @@ def stream(
     """
     setting = sampling or SamplingParams()
     _check(config, prompt, setting, "prompt")
-    batch = _Batch(params, config, [prompt], [setting], [images], dtype)
+    batch = _Batch(params, config, [prompt], [setting], [images], dtype, plan)
     if batch.budgets[0] == 0:
         return
     batch.prefill()
@@ -111,11 +116,13 @@ class _Batch:
         settings: Sequence[SamplingParams],
         images: Sequence[PromptImages | None] | None,
         dtype: jnp.dtype | None,
+        plan: KernelPlan | None,
     ):
         self.params, self.config = params, config
         self.prompts, self.settings = prompts, settings
         self.images = images
         self.rows = _bucket(len(prompts), 1)
+        self.plan = plan or kernel_plan(params, config, page_size=PAGE_SIZE, batch=self.rows)
         padding = self.rows - len(prompts)
         self.lengths = np.array([len(p) for p in prompts] + [0] * padding, np.int32)
         self.budgets = np.array(
@@ -183,9 +190,10 @@ class _Batch:
                 real = np.arange(width) < span[:, None]
                 media = (tokens == self.config.vision.media_token_id) & real
                 taken = taken + media.sum(1).astype(np.int32)
-            output, self.state = jitted_step(
-                self.params, self.config, inputs, self.state, logprobs=self.top
-            )
+            with use_plan(self.plan):
+                output, self.state = jitted_step(
+                    self.params, self.config, inputs, self.state, logprobs=self.top
+                )
             self.loop = record(self.loop, output, emits, self.limits)
 
     def decode(self, limit: int | None = None) -> None:
@@ -201,17 +209,18 @@ class _Batch:
             steps = end - self.decoded
             if table.shape[1] < self.page_table.shape[1]:
                 steps = min(steps, table.shape[1] * PAGE_SIZE - longest - self.decoded + 1)
-            self.loop, self.state = decode_loop(
-                self.params,
-                self.config,
-                self.sampling,
-                table,
-                self.limits,
-                steps,
-                self.loop,
-                self.state,
-                logprobs=self.top,
-            )
+            with use_plan(self.plan):
+                self.loop, self.state = decode_loop(
+                    self.params,
+                    self.config,
+                    self.sampling,
+                    table,
+                    self.limits,
+                    steps,
+                    self.loop,
+                    self.state,
+                    logprobs=self.top,
+                )
             self.decoded += steps
 
     def finish_reason(self, row: int, count: int, token: int) -> FinishReason | None:
