@@ -1,4 +1,4 @@
-# make demo   set up .venv, then run the bundled model
+# make demo   set up .venv, then put some questions to the service on the bundled model
 # make test   set up .venv, then run the tests (make test ARGS="-m slow")
 # make lint   set up .venv, then check style, types and import contracts
 #

@@ -79,6 +79,10 @@ def _check_free(options: ServeOptions) -> None:
             raise ValueError(f"{flag}: cannot listen on {address}: {error.strerror}") from None
 
 
+class NotStarted(RuntimeError):
+    """A worker ended, or the start was called off, before the service was ready."""
+
+
 class Service:
     """The processes of one `k3jax serve`."""
 
@@ -92,6 +96,19 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop.set())
         self._say(f"k3jax {__version__} serves {self._options.worker.name}")
+        try:
+            with self.started() as gateway:
+                self._say_ready(gateway)
+                return self._watch()
+        except NotStarted:
+            return 0 if self._stop.is_set() else 2
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[Gateway | None]:
+        """Everything up and ready for the length of a block, and ended in order after it.
+
+        Raises NotStarted when a worker ends first, having said why, and GatewayFailed.
+        """
         with contextlib.ExitStack() as stack:
             for number, worker in enumerate(replicas(self._options)):
                 prefix = f"[{number}] " if self._options.replicas > 1 else ""
@@ -100,15 +117,14 @@ class Service:
                 stack.callback(started.end)
             stack.callback(self._terminate)
             if not all(worker.wait_ready(self._stop) for worker in self._workers):
-                return 0 if self._stop.is_set() else 2
+                raise NotStarted("the service ended before it was ready")
             gateway = None
             if self._options.http is not None:
                 gateway = stack.enter_context(self._gateway(self._options.http))
                 start = time.perf_counter()
                 gateway.wait_ready(GATEWAY_SECONDS)
                 self._say(f"  {'gateway':<10} {time.perf_counter() - start:>7.1f} s")
-            self._say_ready(gateway)
-            return self._watch()
+            yield gateway
 
     def _gateway(self, http: str) -> Gateway:
         options = self._options

@@ -70,7 +70,8 @@ async def serve(
     worker = starting.result()
     on_ready()
     await stop.wait()
-    say(f"draining {worker.requests.num_open} requests, {options.drain_seconds:.0f} s at most")
+    if worker.requests.num_open:
+        say(f"draining {worker.requests.num_open} requests, {options.drain_seconds:.0f} s at most")
     await worker.drain(options.drain_seconds)
 
 

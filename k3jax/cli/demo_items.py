@@ -20,6 +20,7 @@ class Item:
         tools: declared functions.
         call: the call that should come first, with `result` to be sent back.
         response_format: as in a chat request.
+        follow_up: a second question of the same conversation, and its final answer.
     """
 
     title: str
@@ -30,14 +31,21 @@ class Item:
     call: tuple[str, Mapping[str, Any]] | None = None
     result: str = ""
     response_format: Mapping[str, Any] | None = None
+    follow_up: tuple[str, str] | None = None
 
-    def accepts(self, reply: ParsedOutput) -> bool:
-        """Whether this is the final answer."""
+    @property
+    def wanted(self) -> str:
+        """All answers."""
+        return self.expected if self.follow_up is None else f"{self.expected}, {self.follow_up[1]}"
+
+    def accepts(self, reply: ParsedOutput, expected: str | None = None) -> bool:
+        """Whether this is the final answer, or the one to the follow-up that is `expected`."""
+        expected = self.expected if expected is None else expected
         if reply.tool_calls or reply.finish_reason != "stop":
             return False
         if self.response_format is None:
-            return reply.content == self.expected
-        return _value(reply.content) == _value(self.expected)
+            return reply.content == expected
+        return _value(reply.content) == _value(expected)
 
     def accepts_call(self, reply: ParsedOutput) -> bool:
         """Whether this is the one expected call and nothing else."""
@@ -103,10 +111,11 @@ ITEMS: tuple[Item, ...] = (
         result='{"price": 88}',
     ),
     Item(
-        "A value out of 105 notes, without thinking",
+        "A value out of 105 notes, then another one: the notes are in the prefix cache by then",
         f"Notes: {_NOTES.replace('\n', ' ')}. What is badge?",
         "badge=Zurich",
         thinking=False,
+        follow_up=("What is flute?", "flute=Oslo"),
     ),
     Item(
         "JSON for a schema",

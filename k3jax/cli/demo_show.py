@@ -1,19 +1,15 @@
-"""Runs the demo's items one after the other and prints them as conversations."""
+"""Puts the demo's items to a service one after the other and prints them as conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TextIO
 
-from k3jax.chat import ChatOptions
-from k3jax.cli.conversation import Conversation, TokenSource, Turn, tool_result
+from k3jax.cli.conversation import tool_result
 from k3jax.cli.demo_items import ITEMS, Item
+from k3jax.cli.http_chat import Ask, HttpTurn
 from k3jax.cli.terminal import ReplyPrinter, Style, rate
-from k3jax.text_model import TextModel
 
-_MAX_TOKENS = 480
-"""For every item, so that prompts of at most 544 tokens share one decode program."""
+_MAX_TOKENS = 256
 
 _SHOWN = 240
 """Characters of a question that are printed, besides its last sentence."""
@@ -22,58 +18,56 @@ _SHOWN = 240
 class DemoShow:
     """Prints to `out`, or nothing if that is None."""
 
-    def __init__(self, out: TextIO | None) -> None:
-        self._out = out
+    def __init__(self, out: TextIO | None, ask: Ask) -> None:
+        self._out, self._service = out, ask
         self._style = Style(False) if out is None else Style.of(out)
         self._printer = None if out is None else ReplyPrinter(out, self._style)
 
-    def run(
-        self, model: TextModel, source: TokenSource, clock: Callable[[], float]
-    ) -> list[dict[str, Any]]:
-        """One report per item; `clock` gives seconds without those spent compiling."""
-        return [
-            self._item(number, item, model, source, clock) for number, item in enumerate(ITEMS, 1)
-        ]
+    def run(self) -> list[dict[str, Any]]:
+        """One report per item."""
+        return [self._item(number, item) for number, item in enumerate(ITEMS, 1)]
 
-    def _item(
-        self,
-        number: int,
-        item: Item,
-        model: TextModel,
-        source: TokenSource,
-        clock: Callable[[], float],
-    ) -> dict[str, Any]:
-        options = ChatOptions(
-            thinking=item.thinking,
-            tools=list(item.tools) or None,
-            response_format=item.response_format,
-        )
-        sampling = replace(model.sampling, temperature=0.0, max_tokens=_MAX_TOKENS)
-        conversation = Conversation(model, source, sampling, options, clock=clock)
+    def _item(self, number: int, item: Item) -> dict[str, Any]:
         self._line(self._style.bold(f"{number}. {item.title}"))
-        turns = [self._ask(conversation, "user", {"role": "user", "content": item.question})]
+        messages: list[dict[str, Any]] = []
+        turns = [self._ask(item, messages, "user", {"role": "user", "content": item.question})]
         correct = item.call is None or item.accepts_call(turns[0].reply)
         if item.call is not None and turns[0].reply.tool_calls:
             result = tool_result(turns[0].reply.tool_calls[0], item.result)
-            turns.append(self._ask(conversation, "tool", result))
+            turns.append(self._ask(item, messages, "tool", result))
         correct = correct and item.accepts(turns[-1].reply)
-        report = _report(item, turns, correct)
-        verdict = "right" if correct else f"expected {item.expected}"
-        speed = rate(sum(len(turn.tokens) - 1 for turn in turns), report["decode_seconds"])
-        read = f"{report['prompt_tokens']} prompt tokens read in {report['prefill_seconds']:.2f} s"
-        made = f"{report['completion_tokens']} generated at {speed}"
-        self._line(self._style.dim(f"[{verdict}; {read}, {made}]") + "\n")
-        return report
+        if item.follow_up is not None:
+            question, expected = item.follow_up
+            turns.append(self._ask(item, messages, "user", {"role": "user", "content": question}))
+            correct = correct and item.accepts(turns[-1].reply, expected)
+            correct = correct and turns[-1].cached_tokens > 0
+        verdict = "right" if correct else f"wrong: expected {item.wanted}"
+        self._line(self._style.dim(f"[{verdict}]") + "\n")
+        return _report(item, turns, correct)
 
-    def _ask(self, conversation: Conversation, who: str, message: dict[str, Any]) -> Turn:
+    def _ask(
+        self, item: Item, messages: list[dict[str, Any]], who: str, message: dict[str, Any]
+    ) -> HttpTurn:
+        """Append a message and the reply to it."""
         text = message["content"]
         if len(text) > _SHOWN:
             text = f"{text[:_SHOWN].rpartition(' ')[0]} … {text.rpartition('. ')[2]}"
         self._line(self._style.dim(f"{who}: ") + text)
-        if self._printer is None:
-            return conversation.ask([message], lambda deltas: None)
-        turn = conversation.ask([message], self._printer.show)
-        self._printer.end()
+        options: dict[str, Any] = {"temperature": 0, "max_completion_tokens": _MAX_TOKENS}
+        if not item.thinking:
+            options["reasoning_effort"] = "none"
+        if item.tools:
+            options["tools"] = item.tools
+        if item.response_format is not None:
+            options["response_format"] = item.response_format
+        messages.append(message)
+        printer = self._printer
+        show = (lambda deltas: None) if printer is None else printer.show
+        turn = self._service(messages, show, **options)
+        messages.append(turn.reply.message())
+        if printer is not None:
+            printer.end()
+        self._line(self._style.dim(_cost(turn)))
         return turn
 
     def _line(self, text: str) -> None:
@@ -81,25 +75,35 @@ class DemoShow:
             print(text, file=self._out, flush=True)
 
 
-def _report(item: Item, turns: list[Turn], correct: bool) -> dict[str, Any]:
-    """Numbers over all turns; the texts are those of the last, the calls those of any."""
-    decode = sum(turn.seconds - turn.first for turn in turns)
-    steps = sum(max(len(turn.tokens) - 1, 0) for turn in turns)
+def _cost(turn: HttpTurn) -> str:
+    speed = rate(turn.completion_tokens - 1, turn.seconds - turn.first)
+    return (
+        f"  {turn.prompt_tokens} prompt tokens, {turn.cached_tokens} of them cached; first token "
+        f"after {turn.first * 1e3:.0f} ms, {turn.completion_tokens} at {speed}"
+    )
+
+
+def _report(item: Item, turns: list[HttpTurn], correct: bool) -> dict[str, Any]:
+    """What was said and what it cost, by turn."""
     return {
         "title": item.title,
         "prompt": item.question,
-        "reasoning": [turn.reply.reasoning for turn in turns],
-        "tool_calls": [
-            {"name": call.name, "arguments": call.arguments}
-            for turn in turns
-            for call in turn.reply.tool_calls
-        ],
-        "content": turns[-1].reply.content,
-        "expected": item.expected,
+        "expected": item.wanted,
         "correct": correct,
-        "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
-        "completion_tokens": sum(len(turn.tokens) for turn in turns),
-        "prefill_seconds": sum(turn.first for turn in turns),
-        "decode_seconds": decode,
-        "tokens_per_second": steps / decode if decode > 0 else None,
+        "turns": [
+            {
+                "reasoning": turn.reply.reasoning,
+                "content": turn.reply.content,
+                "tool_calls": [
+                    {"name": call.name, "arguments": call.arguments}
+                    for call in turn.reply.tool_calls
+                ],
+                "prompt_tokens": turn.prompt_tokens,
+                "cached_tokens": turn.cached_tokens,
+                "completion_tokens": turn.completion_tokens,
+                "first_token_seconds": turn.first,
+                "seconds": turn.seconds,
+            }
+            for turn in turns
+        ],
     }
