@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -24,6 +25,7 @@ def rms_norm(
     return normed.astype(x.dtype) * weight.astype(x.dtype)
 
 
+@functools.cache
 def activation(config: K3Config) -> Activation:
     """The model's gated activation of (gate, up): SiTU-GLU for K3, SiLU-GLU for Kimi-Linear.
 

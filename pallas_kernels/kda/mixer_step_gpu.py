@@ -11,6 +11,7 @@ value columns, the second being fetched while the first is worked on.
 Axes: ``B`` rows, ``H`` heads, ``K`` key channels, ``V`` value channels (as many), ``W`` taps.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ def supports(shape: ModelShape) -> Support:
     return Support(True, f"{shape.kda_heads} KDA heads of {shape.kda_head} channels fit")
 
 
+@functools.partial(jax.jit, static_argnames=("lower_bound", "eps", "interpret"))
 def kda_mixer_step(
     projected: Float[Array, "B C"],
     decay_in: Float[Array, "B H K"],

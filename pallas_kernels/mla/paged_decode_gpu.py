@@ -11,6 +11,8 @@ Axes: ``B`` rows, ``M`` queries (token-major, then head), ``D`` latent and share
 ``R`` latent, ``S`` parts of the context.
 """
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -59,6 +61,7 @@ def context_parts(rows: int, queries: int, positions: int, *, processors: int = 
     return max(1, min(processors // blocks, positions // (4 * TILE)))
 
 
+@functools.partial(jax.jit, static_argnames=("latent", "scale", "parts", "interpret"))
 def paged_attention(
     q: Float[Array, "B M D"],
     pages: Float[Array, "page position D"],

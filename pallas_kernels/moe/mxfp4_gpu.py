@@ -12,6 +12,7 @@ of the weights being rearranged.
 Axes: ``tile``, ``M`` rows of a tile, ``E`` experts, ``N`` outputs, ``K`` inputs.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -57,6 +58,7 @@ def by_planes(x: Float[Array, "*row K"]) -> Float[Array, "*row K"]:
     return split.swapaxes(-1, -2).reshape(x.shape)
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "out_dtype", "interpret"))
 def tile_product(
     x: Float[Array, "tile M K"],
     experts: Int[Array, "tile"],
