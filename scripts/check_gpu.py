@@ -33,11 +33,11 @@ from pallas_kernels.shapes import DECODE_ROWS, NAMED, SMALL, ModelShape
 from scripts.gpu.cases import MAKERS, Case, Values, cases
 from scripts.gpu.floors import floor_us, speed_of
 from scripts.gpu.model_slice import (
+    StepProgram,
     new_state,
     random_weights,
     slice_config,
     step_inputs,
-    step_program,
 )
 
 
@@ -152,11 +152,11 @@ def describe(result: Result) -> str:
 def step_us(config: Any, plan: Any, rows: int, context: int, page: int, weights: Any) -> float:
     """Microseconds of one decode step of a model slice, best of 20."""
     inputs = step_inputs(config, rows, context, 1, page)
-    program, state = step_program(config, plan), new_state(config, inputs, page)
+    program, state = StepProgram(config, plan), new_state(config, inputs, page)
     best = float("inf")
     for round_number in range(22):
         start = time.perf_counter()
-        out, state = program(weights, inputs, state)
+        out, state = program.run(weights, inputs, state)
         jax.block_until_ready(out.tokens)
         if round_number > 1:
             best = min(best, time.perf_counter() - start)

@@ -105,7 +105,10 @@ def sample(logits: Float32[Array, "row vocab"], inputs: SamplingInputs) -> Int32
         warm = jnp.maximum(inputs.temperature, _COLDEST)[:, None]
         scaled = (logits - logits.max(-1, keepdims=True)) / warm
         filtering = (inputs.min_p > 0) | (inputs.top_k > 0) | (inputs.top_p < 1)
-        scaled = jax.lax.cond(filtering.any(), lambda: _filter(scaled, inputs), lambda: scaled)
+        # A branch that returned the logits as they are would copy them.
+        everything = jnp.full(scaled.shape[0], -jnp.inf)
+        cutoff = jax.lax.cond(filtering.any(), lambda: _cutoff(scaled, inputs), lambda: everything)
+        scaled = jnp.where(scaled < cutoff[:, None], -jnp.inf, scaled)
         seed, generated = jnp.asarray(inputs.seed), jnp.asarray(inputs.generated)
         noise = jax.vmap(_noise)(scaled, seed, generated)
         drawn = jnp.argmax(scaled + noise, -1)
@@ -131,10 +134,8 @@ def _noise(
     return jax.random.gumbel(jax.random.fold_in(key, generated), logits.shape, jnp.float32)
 
 
-def _filter(
-    logits: Float32[Array, "row vocab"], inputs: SamplingInputs
-) -> Float32[Array, "row vocab"]:
-    """Minus infinity for every token that min-p, top-k or top-p excludes.
+def _cutoff(logits: Float32[Array, "row vocab"], inputs: SamplingInputs) -> Float32[Array, "row"]:
+    """The least logit of each row that min-p, top-k and top-p leave in.
 
     The likeliest token survives every filter, and tokens that tie at a filter's edge all do.
     """
@@ -150,5 +151,4 @@ def _filter(
     within = (before < inputs.top_p[:, None]) | (inputs.top_p >= 1)[:, None]
     within = within & (ranked > -jnp.inf)
     kept = jnp.maximum(within.sum(-1), 1)
-    cutoff = jnp.take_along_axis(ranked, kept[:, None] - 1, axis=-1)
-    return jnp.where(logits < cutoff, -jnp.inf, logits)
+    return jnp.take_along_axis(ranked, kept[:, None] - 1, axis=-1)[:, 0]

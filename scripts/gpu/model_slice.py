@@ -1,6 +1,6 @@
-"""A K3 of a few layers and some of its experts, and its whole step at a workload."""
+"""A K3 of a few layers and some of its experts, and the engine's step at a workload."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.config import K3Config, k3
-from k3jax.engine.request import SamplingParams
-from k3jax.engine.sampling import SamplingInputs
-from k3jax.engine.step import StepInputs, StepState, step
+from k3jax.engine.batch import Packer
+from k3jax.engine.engine import MAX_LOGPROBS
+from k3jax.engine.sampling import TokenHistory
+from k3jax.engine.step import StepInputs, StepState, jitted_step
 from k3jax.model import params
 from k3jax.state import DecodeState, Spans
 from pallas_kernels.implementation import KernelPlan, use_plan
@@ -31,22 +32,35 @@ def slice_config(layers: int, experts: int, *, full: K3Config | None = None) -> 
     )
 
 
-def step_program(config: K3Config, plan: KernelPlan | None) -> Any:
-    """`step` of (weights, inputs, state) under `plan`, jitted, its state donated."""
+@dataclass(frozen=True)
+class StepProgram:
+    """The engine's own jitted step under a plan; run or traced with (weights, inputs, state).
 
-    def run(weights: Any, inputs: StepInputs, state: StepState) -> Any:
-        with use_plan(plan):
-            return step(weights, config, inputs, state)
+    The state is donated. Each step finds log-probabilities if some row asks for them, as the
+    engine's do.
+    """
 
-    return jax.jit(run, donate_argnums=2)
+    config: K3Config
+    plan: KernelPlan | None
+
+    def run(self, weights: Any, inputs: StepInputs, state: StepState) -> Any:
+        """The step's output, and the state after it."""
+        with use_plan(self.plan):
+            return jitted_step(weights, self.config, inputs, state, logprobs=MAX_LOGPROBS)
+
+    def trace(self, weights: Any, inputs: StepInputs, state: StepState) -> Any:
+        """As `jax.jit(…).trace`."""
+        with use_plan(self.plan):
+            return jitted_step.trace(weights, self.config, inputs, state, logprobs=MAX_LOGPROBS)
 
 
 def step_inputs(config: K3Config, rows: int, context: int, tokens: int, page: int) -> StepInputs:
-    """Each row's next `tokens` tokens after `context` cached ones."""
+    """Each row's next `tokens` tokens after `context` cached ones, packed as the engine does."""
     numbers = np.arange(rows, dtype=np.int32)
     entries = -(-(context + tokens) // page)
+    packer = Packer(config, max_rows=rows, page_size=page, contexts=(entries * page,))
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (rows, tokens))
-    return StepInputs(
+    return packer.idle(rows, tokens, entries).replace(
         tokens=ids.astype(np.int32),
         spans=Spans(
             lengths=np.full(rows, tokens, np.int32),
@@ -57,7 +71,6 @@ def step_inputs(config: K3Config, rows: int, context: int, tokens: int, page: in
         ),
         lanes=numbers,
         emits=np.ones(rows, np.bool_),
-        sampling=SamplingInputs.pack([SamplingParams(temperature=0.0)] * rows, [0] * rows),
     )
 
 
@@ -67,7 +80,11 @@ def new_state(config: K3Config, inputs: StepInputs, page: int) -> StepState:
     decode = DecodeState.init(
         config, num_slots=rows, num_pages=rows * entries, page_size=page, dtype=jnp.bfloat16
     )
-    return StepState(decode=decode)
+    return StepState(
+        decode=decode,
+        history=TokenHistory.init(rows, config.vocab_size),
+        last_tokens=jnp.zeros(rows, jnp.int32),
+    )
 
 
 def weights_spec(config: K3Config) -> Any:
