@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 
 from k3jax.config import VisionConfig
 from k3jax.engine.generate import PromptImages
-from k3jax.engine.images import image_features
+from k3jax.engine.images import image_features, tower_grids, tower_memory
 from k3jax.model.params import VisionParams
 from k3jax.model.vision_inputs import Grid, feature_count
 from serving.engine_loop import EngineLoop
@@ -38,10 +38,37 @@ class ImageEncoder:
             raise FieldError(
                 "mm_inputs", f"the images have {expected} features for {found} media tokens"
             )
+        return await self._features(images)
+
+    def grids(self, max_context: int) -> list[Grid]:
+        """An image for every compiled tower that a prompt of this context can ask for."""
+        return tower_grids(self._config, max_context * self._config.merge_size**2)
+
+    def memory(self, grid: Grid) -> Any:
+        """XLA's memory analysis of the tower for one of `grids`; on the engine's thread."""
+        return tower_memory(self._params, self._config, grid)
+
+    def run(self, grid: Grid) -> None:
+        """Put a gray image through the tower; on the engine's thread."""
+        image_features(self._params, self._config, [(self._gray(grid), grid)])
+
+    async def probe(self, room: int) -> tuple[tuple[int, ...], PromptImages]:
+        """The media tokens and features of the largest of `grids` that `room` tokens can hold."""
+        merge = self._config.merge_size
+        fitting = [g for g in self.grids(room) if feature_count(g, self._config) <= room]
+        grid = fitting[-1] if fitting else (1, merge, merge)
+        images = await self._features([(self._gray(grid), grid)])
+        return (self._config.media_token_id,) * len(images.features), images
+
+    async def _features(self, images: Sequence[tuple[np.ndarray, Grid]]) -> PromptImages:
         features: Any = await self._loop.call(
-            lambda engine: np.asarray(image_features(self._params, self._config, images))
+            lambda engine: image_features(self._params, self._config, images)
         )
         return PromptImages(features)
+
+    def _gray(self, grid: Grid) -> np.ndarray:
+        size = self._config.patch_size
+        return np.zeros((int(np.prod(grid)), 3, size, size), np.float32)
 
     def _image(self, item: pb.MultimodalItem, where: str) -> tuple[np.ndarray, Grid]:
         if item.modality != common.IMAGE:

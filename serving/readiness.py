@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from k3jax.engine.request import Request, SamplingParams, TokenEvent
 from serving.constraints import ConstraintCompiler
 from serving.engine_loop import EngineLoop
+from serving.images import ImageEncoder
 from serving.wire import ConstraintText
 
 
@@ -18,7 +20,7 @@ class ProbeFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest that is promised; `eos_ids` end nothing here, and start no prompt."""
+    """The largest that is promised."""
 
     max_context: int
     max_rows: int
@@ -28,29 +30,42 @@ class Limits:
 
 
 class Probes:
-    """Runs requests through the loop that will serve."""
+    """Runs requests through the loop that will serve; `images` where there is a vision tower."""
 
-    def __init__(self, loop: EngineLoop, constraints: ConstraintCompiler, limits: Limits) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        constraints: ConstraintCompiler,
+        limits: Limits,
+        images: ImageEncoder | None = None,
+    ) -> None:
         self._loop, self._constraints, self._limits = loop, constraints, limits
+        self._images = images
         self._count = 0
 
-    async def run(self) -> list[str]:
+    async def run(
+        self, passed: Callable[[str, float], None] = lambda name, seconds: None
+    ) -> list[str]:
         """All of them, in order; returns their names. Raises ProbeFailed naming the first bad one.
 
-        Cached prefixes are forgotten before and after.
+        `passed` is told of each with its seconds. Cached prefixes are forgotten before and after.
         """
-        probes: Sequence[tuple[str, Callable[[], Awaitable[None]]]] = (
+        probes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
             ("longest prompt", self.longest_prompt),
             ("largest batch", self.largest_batch),
             ("prefix hit", self.prefix_hit),
             ("structured output", self.structured_output),
-        )
+        ]
+        if self._images is not None:
+            probes.append(("largest image", self.largest_image))
         for name, probe in probes:
+            start = time.perf_counter()
             await self._loop.call(lambda engine: engine.flush_cache())
             try:
                 await probe()
             except Exception as error:
                 raise ProbeFailed(f"{name}: {error}") from error
+            passed(name, time.perf_counter() - start)
         await self._loop.call(lambda engine: engine.flush_cache())
         return [name for name, _ in probes]
 
@@ -88,6 +103,12 @@ class Probes:
             if not mask[event.token // 8] >> event.token % 8 & 1:
                 raise ProbeFailed(f"token {event.token} came, which the grammar forbids")
             checker.accept(event.token)
+
+    async def largest_image(self) -> None:
+        """An image of as many features as a prompt has room for goes in front of some text."""
+        assert self._images is not None
+        media, images = await self._images.probe(self._limits.max_context - 8)
+        await self._complete((*media, *self._prompt(2)), 2, images=images)
 
     def _prompt(self, length: int, start: int = 0) -> tuple[int, ...]:
         """Ids of single bytes' ranks, so never markers or images."""

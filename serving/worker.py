@@ -80,9 +80,9 @@ class Worker:
         self.constraints = ConstraintCompiler(model.text.tokenizer, model.text.config.eos_token_ids)
         self.meter = LoadMeter(self.loop, max_rows=max_rows, page_size=page_size)
         self.metrics = Metrics(self.loop, model.name, page_size=page_size)
-        self._images: ImageEncoder | None = None
+        self.images: ImageEncoder | None = None
         if vision is not None and model.text.config.vision is not None:
-            self._images = ImageEncoder(vision, model.text.config.vision, self.loop)
+            self.images = ImageEncoder(vision, model.text.config.vision, self.loop)
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -141,7 +141,7 @@ class Worker:
             publisher=self.publisher,
             meter=self.meter,
             constraints=self.constraints,
-            images=self._images,
+            images=self.images,
         )
         pb_grpc.add_TokenSpeedSchedulerServicer_to_server(scheduler, server)
         introspection = IntrospectionServicer(self.loop, self.state, self.requests, self.publisher)

@@ -17,9 +17,10 @@ from k3jax.weights import load_model
 from serving.logs import set_up_logs
 from serving.memory import NotEnoughMemory, num_bytes, plan_memory, size
 from serving.options import WorkerOptions, split_address
-from serving.readiness import Limits, ProbeFailed, Probes
+from serving.readiness import ProbeFailed
 from serving.served_model import ServedModel
 from serving.service_state import Phase, ServiceState
+from serving.warm_up import WarmUp
 from serving.worker import Worker
 
 Say = Callable[[str], None]
@@ -98,8 +99,8 @@ async def _start(options: WorkerOptions, say: Say) -> Worker:
         plan.check()
         engine = Engine(params, text.config, EngineConfig(**sizes))
         phase.bytes = plan.wanted
-    for line in plan.lines():
-        say(line)
+    for line in str(engine.kernel_plan).splitlines():
+        say(f"  {line}")
     model = ServedModel(text, options.name, settings.max_context, str(params.embed.dtype))
     worker = Worker(
         model,
@@ -112,7 +113,9 @@ async def _start(options: WorkerOptions, say: Say) -> Worker:
     await worker.start(options.listen, tls=tls, token=options.token)
     try:
         if options.warm_up:
-            await _warm_up(worker, engine, say)
+            plan = await WarmUp(worker, engine, plan, say).run()
+        for line in plan.lines():
+            say(line)
     except BaseException:
         await worker.drain(0)
         raise
@@ -122,32 +125,6 @@ async def _start(options: WorkerOptions, say: Say) -> Worker:
     worker.metrics.note_ready()
     state.set_ready()
     return worker
-
-
-async def _warm_up(worker: Worker, engine: Engine, say: Say) -> None:
-    """Compile every program, then try representative requests."""
-    count = 0
-
-    def progress(name: str, number: int, total: int) -> None:
-        nonlocal count
-        count = total
-        if sys.stdout.isatty():
-            print(f"\r  compiling {number + 1} of {total}: {name:<50}", end="\r", flush=True)
-
-    with worker.state.phase("compile") as phase:
-        await worker.loop.call(lambda _: engine.warm_up(progress))
-        phase.note = f"{count} programs"
-    with worker.state.phase("probes") as phase:
-        settings = engine.settings
-        limits = Limits(
-            max_context=settings.max_context,
-            max_rows=settings.max_rows,
-            page_size=settings.page_size,
-            prefix_cache=settings.prefix_cache,
-            vocab_size=engine.config.vocab_size,
-        )
-        names = await Probes(worker.loop, worker.constraints, limits).run()
-        phase.note = ", ".join(names)
 
 
 def phase_line(phase: Phase) -> str:

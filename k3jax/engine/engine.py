@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -243,19 +244,28 @@ class Engine:
         """The resolved settings by name."""
         return dataclasses.asdict(self.settings)
 
-    def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+    def warm_up(
+        self,
+        progress: Callable[[str, int, int], None] | None = None,
+        *,
+        compiled: Callable[[str, Any], None] | None = None,
+    ) -> None:
         """Compile every bucket by running it on padding; `progress(what, number, total)`.
 
-        Raises ValueError while requests run: their token histories would be overwritten.
+        `compiled` is told XLA's memory analysis of each step before it first runs; what it raises
+        ends the warm-up. Raises ValueError while requests run: their token histories would be
+        overwritten.
         """
         if self._live or self._in_flight:
             raise ValueError("warm_up: requests are running; it belongs before the first one")
         programs = list(self._programs())
-        for number, (name, run) in enumerate(programs):
+        for number, (name, inputs, run) in enumerate(programs):
             if progress is not None:
                 progress(name, number, len(programs))
+            if compiled is not None and inputs is not None:
+                compiled(name, self._memory(inputs()))
             run()
-        jax.block_until_ready(self.state)
+            jax.block_until_ready(self.state)
 
     def stats(self) -> EngineStats:
         """Counts at this moment."""
@@ -425,7 +435,10 @@ class Engine:
         decode = write_prefix(self.state.decode, slot, pages, arrays, skip)
         self.state = self.state.replace(decode=decode)
 
-    def _programs(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _programs(
+        self,
+    ) -> Iterator[tuple[str, Callable[[], StepInputs] | None, Callable[[], object]]]:
+        """Name, inputs if it is a step, and what runs it."""
         shapes = [*self.settings.prefill_shapes, *((n, 1) for n in self.settings.decode_rows)]
         for rows, width in shapes:
             for pages in self._packer.context_pages:
@@ -433,18 +446,26 @@ class Engine:
                 if width > context:
                     continue
                 name = f"{rows} x {width} tokens, context {context}"
-                yield name, lambda shape=(rows, width, pages): self._run_idle(*shape)
+                shape = (rows, width, pages)
+                idle = partial(self._packer.idle, *shape)
+                yield name, idle, partial(self._run_idle, idle)
                 if self.config.vision is not None and rows == 1 and width > 1:
-                    yield (
-                        f"{name}, images",
-                        lambda shape=(rows, width, pages): self._run_idle(*shape, images=True),
-                    )
-        yield "token histories", self._run_history
+                    idle = partial(self._packer.idle, *shape, images=True)
+                    yield f"{name}, images", idle, partial(self._run_idle, idle)
+        yield "token histories", None, self._run_history
         if self.host is not None:
-            yield "prefixes to and from the host", self._run_prefix
+            yield "prefixes to and from the host", None, self._run_prefix
 
-    def _run_idle(self, rows: int, width: int, pages: int, *, images: bool = False) -> None:
-        self._run(self._packer.idle(rows, width, pages, images=images))
+    def _run_idle(self, inputs: Callable[[], StepInputs]) -> None:
+        self._run(inputs())
+
+    def _memory(self, inputs: StepInputs) -> Any:
+        """The analysis of a step's program, which the call that follows then need not compile."""
+        with use_plan(self.kernel_plan):
+            lowered = jitted_step.lower(
+                self.params, self.config, inputs, self.state, logprobs=MAX_LOGPROBS
+            )
+            return lowered.compile().memory_analysis()
 
     def _run_history(self) -> None:
         vocab = self.config.vocab_size

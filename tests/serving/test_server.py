@@ -96,7 +96,7 @@ def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
         _, errors = process.communicate(timeout=120)
 
     assert process.returncode == 2
-    assert re.search(r"the caches want [\d.]+ TB, but [\d.]+ GB are free", errors)
+    assert re.search(r"[\d.]+ TB for the caches, [\d.]+ TB in all, but [\d.]+ GB are free", errors)
     assert "Traceback" not in errors
 
 
