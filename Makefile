@@ -1,13 +1,14 @@
 # make demo   set up .venv, then put some questions to the service on the bundled model
 # make test   set up .venv, then run the tests (make test ARGS="-m slow")
 # make lint   set up .venv, then check style, types and import contracts
+# make cuda   set up .venv, then compile kernels and steps for CUDA without a GPU
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter of a new .venv.
 
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint venv
+.PHONY: demo test lint cuda venv
 demo: venv
 	@$(VENV)/bin/k3jax demo
 
@@ -19,6 +20,9 @@ lint: venv
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/basedpyright
 	$(VENV)/bin/lint-imports
+
+cuda: venv
+	@scripts/cuda_compile.sh
 
 venv: $(READY)
 
