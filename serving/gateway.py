@@ -36,6 +36,7 @@ class GatewayOptions:
         metrics_port: of the gateway's own Prometheus side; it has no way to choose a free one.
         api_key: asked of every caller; None lets everyone in who can reach the port.
         policy: how requests are spread over workers.
+        otlp: `HOST:PORT` of an OpenTelemetry collector; workers then get the `traceparent`.
         extra: further options of `smg launch`, as they are.
     """
 
@@ -47,6 +48,7 @@ class GatewayOptions:
     policy: str = "cache_aware"
     log_level: str = "error"
     grace_seconds: int = 30
+    otlp: str | None = None
     extra: Sequence[str] = field(default=())
 
     def arguments(self) -> list[str]:
@@ -59,6 +61,7 @@ class GatewayOptions:
             *("--shutdown-grace-period-secs", str(self.grace_seconds)),
             *("--worker-startup-check-interval", "1"),
             *(("--api-key", self.api_key) if self.api_key else ()),
+            *(("--enable-trace", "--otlp-traces-endpoint", self.otlp) if self.otlp else ()),
             *self.extra,
             *("--worker-urls", *self.workers),
         ]

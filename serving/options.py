@@ -42,6 +42,7 @@ class WorkerOptions:
         metrics: `HOST:PORT` of the Prometheus side, None for none.
         warm_up: compile everything, and try representative requests, before becoming ready.
         token: what callers must show.
+        otlp: `HOST:PORT` of an OpenTelemetry collector, None for no traces.
         drain_seconds: how long open requests may go on after SIGTERM.
     """
 
@@ -57,6 +58,7 @@ class WorkerOptions:
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
+    otlp: str | None = None
     drain_seconds: float = 30.0
     log_level: str = "warning"
     log_format: str = "text"

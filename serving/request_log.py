@@ -33,7 +33,8 @@ class RequestRecord:
     timing: RequestTiming | None = None
     first_token: float | None = None
     error: str = ""
-    trace_id: str = ""
+    traceparent: str = ""
+    """The caller's trace context, well-formed or empty."""
 
     def update(self, reply: Reply) -> None:
         """Take over what has been generated."""
@@ -43,6 +44,11 @@ class RequestRecord:
         self.timing = reply.timing
         if self.first_token is None and self.completion_tokens:
             self.first_token = time.monotonic()
+
+    @property
+    def trace_id(self) -> str:
+        """By which its caller's trace is found, or nothing."""
+        return self.traceparent[3:35]
 
     @property
     def state(self) -> str:

@@ -139,6 +139,7 @@ class Service:
                 policy=options.policy,
                 log_level=_GATEWAY_LOGS[options.worker.log_level],
                 grace_seconds=int(options.worker.drain_seconds),
+                otlp=options.worker.otlp,
             ),
             say=lambda line: self._say(f"[gateway] {line}"),
         )

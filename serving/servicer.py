@@ -25,7 +25,7 @@ from serving.request_log import RequestLog, RequestRecord
 from serving.rich_status import abort
 from serving.served_model import ServedModel
 from serving.service_state import ServiceState
-from serving.trace import trace_id
+from serving.tracing import traceparent
 from serving.wire import MAX_REQUEST_ID, FieldError, Incoming, to_request
 
 log = logging.getLogger("k3jax.serving")
@@ -63,7 +63,7 @@ class SchedulerServicer(pb_grpc.TokenSpeedSchedulerServicer):
             id=request.request_id[:MAX_REQUEST_ID],
             prompt_tokens=len(request.tokenized.input_ids),
             n=request.sampling_params.n or 1,
-            trace_id=trace_id(context.invocation_metadata()),
+            traceparent=traceparent(context.invocation_metadata()),
         )
         error = "cancelled"
         try:

@@ -24,11 +24,12 @@ from serving.introspection import IntrospectionServicer
 from serving.load import LoadMeter
 from serving.metrics import Metrics
 from serving.proto import k3jax_v1_pb2, k3jax_v1_pb2_grpc
-from serving.request_log import RequestLog
+from serving.request_log import RequestLog, RequestRecord
 from serving.security import BearerToken, Tls
 from serving.served_model import ServedModel
 from serving.service_state import ServiceState
 from serving.servicer import SchedulerServicer
+from serving.tracing import RequestSpans
 
 log = logging.getLogger("k3jax.serving")
 
@@ -60,7 +61,8 @@ INTROSPECTION = k3jax_v1_pb2.DESCRIPTOR.services_by_name["Introspection"].full_n
 class Worker:
     """Starts not ready: probes are answered, requests refused, until `state` says otherwise.
 
-    `page_size` is the block size under which cached prefixes are announced.
+    `page_size` is the block size under which cached prefixes are announced; `spans`, if there are
+    any, get every request that ends.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Worker:
         max_rows: int,
         page_size: int,
         vision: VisionParams | None = None,
+        spans: RequestSpans | None = None,
     ) -> None:
         self.state, self.model = state, model
         self.loop = EngineLoop(engine)
@@ -80,6 +83,7 @@ class Worker:
         self.constraints = ConstraintCompiler(model.text.tokenizer, model.text.config.eos_token_ids)
         self.meter = LoadMeter(self.loop, max_rows=max_rows, page_size=page_size)
         self.metrics = Metrics(self.loop, model.name, page_size=page_size)
+        self._spans = spans
         self.images: ImageEncoder | None = None
         if vision is not None and model.text.config.vision is not None:
             self.images = ImageEncoder(vision, model.text.config.vision, self.loop)
@@ -97,7 +101,7 @@ class Worker:
         self.loop.on_step = self._on_step
         self.loop.on_failure = self._on_failure
         self.loop.on_cache_changes = self.publisher.apply
-        self.requests.on_end = self.metrics.request_ended
+        self.requests.on_end = self._on_end
         self.state.on_change = self._publish_health
         self._server = grpc.aio.server(
             interceptors=[BearerToken(token)] if token else [],
@@ -127,6 +131,8 @@ class Worker:
         await self._server.stop(STOP_SECONDS if grace_seconds else 0)
         await self.loop.stop(max(grace_seconds, 1.0))
         self.constraints.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     async def wait(self) -> None:
         """Until the server has stopped."""
@@ -153,6 +159,11 @@ class Worker:
     def _on_step(self, events: Sequence[TokenEvent], seconds: float) -> None:
         self.meter.count(events)
         self.metrics.step_ended(events, seconds)
+
+    def _on_end(self, record: RequestRecord) -> None:
+        self.metrics.request_ended(record)
+        if self._spans is not None:
+            self._spans.request_ended(record)
 
     def _on_failure(self, failure: EngineFailed) -> None:
         self.state.set_not_ready(str(failure))

@@ -20,6 +20,7 @@ from serving.options import WorkerOptions, split_address
 from serving.readiness import ProbeFailed
 from serving.served_model import ServedModel
 from serving.service_state import Phase, ServiceState
+from serving.tracing import exporting
 from serving.warm_up import WarmUp
 from serving.worker import Worker
 
@@ -79,6 +80,7 @@ async def serve(
 async def _start(options: WorkerOptions, say: Say) -> Worker:
     """All phases, up to a worker that takes requests."""
     tls = options.tls
+    spans = exporting(options.otlp, options.name) if options.otlp else None
     state = ServiceState(on_phase=lambda phase: say(phase_line(phase)))
     with state.phase("tokenizer"):
         text = TextModel.open(options.weights)
@@ -109,6 +111,7 @@ async def _start(options: WorkerOptions, say: Say) -> Worker:
         max_rows=settings.max_rows,
         page_size=settings.page_size,
         vision=params.vision,
+        spans=spans,
     )
     await worker.start(options.listen, tls=tls, token=options.token)
     try:

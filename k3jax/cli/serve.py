@@ -96,6 +96,7 @@ def _options(args: argparse.Namespace) -> Any:
         tls_certificate=args.tls_cert,
         tls_key=args.tls_key,
         tls_client_ca=args.tls_client_ca,
+        otlp=args.otlp,
         drain_seconds=args.drain_seconds,
         log_level=args.log_level,
         log_format=args.log_format,
@@ -118,6 +119,8 @@ def _add_service_arguments(group: argparse._ArgumentGroup) -> None:
     _add(group, "--replicas", type=count, default=1, metavar="N", help="workers, on ports in a row")
     _add(group, "--policy", choices=_POLICIES, default=_POLICIES[0], help="of routing to replicas")
     _add_flag(group, "--grpc-only", help="no gateway and no HTTP")
+    text = "OpenTelemetry collector that gets a span of every request; needs the extra otel"
+    _add(group, "--otlp", metavar="HOST:PORT", help=text)
     _add(group, "--drain-seconds", type=float, default=30.0, metavar="X", help="after SIGTERM")
     _add(group, "--log-level", choices=("debug", "info", "warning", "error"), default="warning")
     _add(group, "--log-format", choices=("text", "json"), default="text")

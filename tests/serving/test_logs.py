@@ -7,18 +7,21 @@ import sys
 from serving.logs import JsonFormatter
 from serving.request_log import RequestLog, RequestRecord
 
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+
 
 def test_line_of_a_request_is_json_with_its_fields(caplog):
     with caplog.at_level("INFO", "k3jax.serving.requests"):
         log = RequestLog()
-        record = RequestRecord("r1", prompt_tokens=3, n=1, trace_id="t")
+        record = RequestRecord("r1", prompt_tokens=3, n=1, traceparent=TRACEPARENT)
         log.open(record)
         log.close(record)
 
     entry = json.loads(JsonFormatter().format(caplog.records[0]))
 
     assert entry["request_id"] == "r1"
-    assert (entry["prompt_tokens"], entry["trace_id"], entry["level"]) == (3, "t", "info")
+    assert (entry["prompt_tokens"], entry["trace_id"], entry["level"]) == (3, TRACE, "info")
     assert entry["total_ms"] >= 0
     assert entry["time"].endswith("Z")
 

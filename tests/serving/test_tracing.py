@@ -1,0 +1,92 @@
+"""Spans of requests: whose trace they join, and what they tell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from serving.tracing import RequestSpans, traceparent
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.running import RunningWorker, request, running_worker
+from tests.serving.waiting import eventually
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADER = f"00-{TRACE}-{PARENT}-01"
+
+
+@pytest.fixture
+def traced() -> Iterator[tuple[RunningWorker, InMemorySpanExporter]]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engine = FakeEngine(step_seconds=0.005)
+    with running_worker(lambda: engine, spans=RequestSpans(provider, "nano")) as worker:
+        yield worker, exporter
+
+
+def only_span(exporter: InMemorySpanExporter) -> ReadableSpan:
+    assert eventually(exporter.get_finished_spans)
+    (span,) = exporter.get_finished_spans()
+    return span
+
+
+def test_request_is_a_span_under_its_callers(traced: tuple[RunningWorker, InMemorySpanExporter]):
+    worker, exporter = traced
+    message = request(5, 6, 7, request_id="r1", max_new_tokens=4)
+
+    list(worker.stub.Generate(message, metadata=(("traceparent", HEADER),), timeout=30))
+
+    span = only_span(exporter)
+    assert span.context is not None and span.parent is not None
+    assert span.context.trace_id == int(TRACE, 16)
+    assert span.parent.span_id == int(PARENT, 16)
+    attributes: Any = span.attributes
+    assert attributes["gen_ai.request.id"] == "r1"
+    assert attributes["gen_ai.usage.prompt_tokens"] == 3
+    assert attributes["gen_ai.usage.completion_tokens"] == 4
+    assert attributes["gen_ai.response.finish_reasons"] == "length"
+    assert attributes["gen_ai.latency.e2e"] >= attributes["gen_ai.latency.time_to_first_token"] > 0
+    times = [span.start_time, *(event.timestamp for event in span.events), span.end_time]
+    assert [event.name for event in span.events] == ["admitted", "first token"]
+    assert times == sorted(times)  # pyright: ignore[reportArgumentType]
+    assert span.status.status_code is StatusCode.UNSET
+
+
+def test_refused_request_is_a_span_with_its_error(
+    traced: tuple[RunningWorker, InMemorySpanExporter],
+):
+    worker, exporter = traced
+
+    with pytest.raises(grpc.RpcError):
+        worker.generate(5, temperature=-1)
+
+    span = only_span(exporter)
+    assert span.parent is None
+    assert span.status.status_code is StatusCode.ERROR
+    assert "temperature" in (span.status.description or "")
+    assert not span.events
+
+
+@pytest.mark.parametrize(
+    "header", ["", "00-short-b7ad6b7169203331-01", f"00-{TRACE}-{PARENT}", b"\xff"]
+)
+def test_malformed_context_is_none(header: Any):
+    assert traceparent([("other", "x"), ("traceparent", header)]) == ""
+    assert traceparent(None) == ""
+    assert traceparent([("traceparent", HEADER)]) == HEADER
+
+
+def test_without_an_endpoint_nothing_of_it_is_imported():
+    code = "import sys, serving.worker_process; print('opentelemetry' in sys.modules)"
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert found.stdout.strip() == "False"
