@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +13,11 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.tiktoken import lltokenizer_from_encoding
 
+from k3jax.chat.json_schema import check_schema
 from k3jax.chat.tokenizer import Tokenizer
 from serving.structural_tag import tag_to_lark
 from serving.turns import Channel, open_channel
 from serving.wire import ConstraintText, FieldError
-
-log = logging.getLogger("k3jax.serving.constraints")
 
 MAX_TEXT = 1 << 20
 """Characters of a schema or grammar."""
@@ -29,16 +28,21 @@ _THINK = 'TEXT <|close|> "think" <|sep|> <|open|> "response" <|sep|> '
 _END = ' <|close|> "response" <|sep|> <|close|> "message" <|sep|>'
 
 
+class GrammarFailed(RuntimeError):
+    """A grammar could not be followed any further."""
+
+
 class GrammarConstraint:
     """One sequence's place in a compiled grammar; see `k3jax.engine.request.TokenConstraint`.
 
-    A grammar that runs out of its limits in the middle of an answer ends the answer: from then on
-    only end ids are allowed.
+    Once the grammar is at its end, only end ids are allowed. One that runs out of its limits in the
+    middle of an answer raises GrammarFailed, which ends the request and no other.
     """
 
     def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._start, self._vocab_size, self._eos_ids = start, vocab_size, tuple(eos_ids)
         self._matcher = start.deep_copy()
+        self._ended = False
         self._num_bytes = 4 * -(-vocab_size // 32)
 
     def fork(self) -> GrammarConstraint:
@@ -47,20 +51,21 @@ class GrammarConstraint:
 
     def mask(self) -> bytes:
         """One bit per id, little-endian, padded to whole 32-bit words."""
-        if not self._matcher.is_error():
+        if not self._ended:
             mask = self._matcher.compute_bitmask()
-            if not self._matcher.is_error():
-                return mask[: self._num_bytes]
-            log.warning("a grammar failed, its answer ends: %s", self._matcher.get_error())
+            if self._matcher.is_error():
+                raise GrammarFailed(_reason(self._matcher.get_error()))
+            return mask[: self._num_bytes]
         allowed = bytearray(self._num_bytes)
         for token in self._eos_ids:
             allowed[token // 8] |= 1 << token % 8
         return bytes(allowed)
 
     def accept(self, token: int) -> None:
-        """Go on by an id that the last mask allowed."""
-        if not self._matcher.is_error():
-            self._matcher.consume_token(token)
+        """Go on by an id that the last mask allowed. Raises GrammarFailed for any other one."""
+        self._ended = self._ended or token in self._eos_ids
+        if not self._ended and not self._matcher.consume_token(token):
+            raise GrammarFailed(_reason(self._matcher.get_error()))
 
 
 class ConstraintCompiler:
@@ -87,6 +92,16 @@ class ConstraintCompiler:
             self._compiled[lark] = await loop.run_in_executor(
                 self._threads, self._compile, lark, where
             )
+        return self._known(lark)
+
+    def compile_now(self, text: ConstraintText, prompt: Sequence[int]) -> GrammarConstraint:
+        """`compile`, for programs without an event loop."""
+        lark = to_lark(text, open_channel(self._tokenizer, prompt))
+        if lark not in self._compiled:
+            self._compiled[lark] = self._compile(lark, f"sampling_params.{text.kind}")
+        return self._known(lark)
+
+    def _known(self, lark: str) -> GrammarConstraint:
         self._compiled.move_to_end(lark)
         while len(self._compiled) > COMPILED_KEPT:
             self._compiled.popitem(last=False)
@@ -99,7 +114,7 @@ class ConstraintCompiler:
     def _compile(self, lark: str, where: str) -> GrammarConstraint:
         matcher = LLMatcher(self._load_vocabulary(), lark, log_level=0)
         if matcher.is_error():
-            raise FieldError(where, matcher.get_error().split("\n")[0])
+            raise FieldError(where, _reason(matcher.get_error()))
         return GrammarConstraint(matcher, self._tokenizer.vocab_size, self._eos_ids)
 
     def _load_vocabulary(self) -> LLTokenizer:
@@ -142,6 +157,7 @@ def _body(text: ConstraintText) -> str:
             schema = _json(text.text)
             if not isinstance(schema, dict | bool):
                 raise ValueError(f"expected a JSON schema, not {type(schema).__name__}")
+            check_schema(schema, "schema")
             return f"body: %json {json.dumps(schema)}"
         case "regex":
             return f"body: /{regex_to_lark(text.text)}/"
@@ -151,6 +167,15 @@ def _body(text: ConstraintText) -> str:
             except Exception as error:  # the converter raises its own and several others
                 raise ValueError(f"no grammar that can be read: {error}") from None
             return f"body: %lark {{\n{lark}\n}}"
+
+
+def _reason(error: str) -> str:
+    """llguidance's error without its positions in a grammar that the caller has not written."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", lines[0])
+    why = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    text = text.replace(" (in regex): regex parse error:", f": {why[0]}" if why else "")
+    return text.replace("Unimplemented keys: ", "cannot enforce the keywords ")
 
 
 def _json(text: str) -> object:

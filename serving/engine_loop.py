@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from k3jax.engine.engine import CacheChange, EngineStats, QueueFull, StepFailed
-from k3jax.engine.request import Request, TokenEvent
+from k3jax.engine.request import FinishReason, Request, TokenEvent
 
 log = logging.getLogger("k3jax.serving.engine")
 
@@ -39,6 +39,10 @@ class EngineLike(Protocol):
 
 class EngineFailed(RuntimeError):
     """A step of the engine failed, and with it every request that was in it."""
+
+
+class RequestFailed(RuntimeError):
+    """The engine ended this request, and no other, because its constraint raised."""
 
 
 class SlowReader(RuntimeError):
@@ -69,7 +73,8 @@ class EventStream:
     async def next(self) -> list[TokenEvent]:
         """All events that have not been read, at least one, waiting for it if need be.
 
-        Raises ValueError or QueueFull of `Engine.submit`, EngineFailed, or SlowReader.
+        Raises ValueError or QueueFull of `Engine.submit`, EngineFailed, RequestFailed, or
+        SlowReader.
         """
         while not self._unread:
             if self._error is not None:
@@ -291,6 +296,9 @@ class EngineLoop:
         for event in events:
             stream = self._streams.get(event.request_id)
             if stream is None:
+                continue
+            if event.finish_reason is FinishReason.ERROR:
+                stream._fail(RequestFailed(event.error))
                 continue
             stream._push(event)
             if stream._unread_events > self._max_unread and not stream.ended:

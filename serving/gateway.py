@@ -19,7 +19,8 @@ from typing import Any
 
 POLL_SECONDS = 0.05
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 10.0
+"""More than the grace that open requests get, before the process is killed."""
 
 
 class GatewayFailed(RuntimeError):
@@ -66,6 +67,9 @@ class GatewayOptions:
             *("--worker-urls", *self.workers),
         ]
 
+
+_REFUSAL = re.compile(r"status[= ]4\d\d |Failed to build generate request")
+"""What the gateway calls an error is what it told a caller, who made it."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -147,12 +151,12 @@ class Gateway:
         finally:
             connection.close()
 
-    def stop(self, timeout: float = STOP_SECONDS) -> None:
+    def stop(self) -> None:
         """End the process, letting open requests finish for a while."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(timeout)
+            self.process.wait(self.options.grace_seconds + STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -161,7 +165,9 @@ class Gateway:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             text = _COLOUR.sub("", line.rstrip())
-            if text and not any("\u2800" <= character <= "\u28ff" for character in text):
+            picture = any("\u2800" <= character <= "\u28ff" for character in text)
+            refusal = self.options.log_level == "error" and _REFUSAL.search(text)
+            if text and not picture and not refusal:
                 say(text)
 
     def _must(self, method: str, path: str, body: object = None) -> bytes:

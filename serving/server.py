@@ -99,7 +99,11 @@ class Service:
         try:
             with self.started() as gateway:
                 self._say_ready(gateway)
-                return self._watch()
+                code = self._watch()
+                if not code:
+                    seconds = self._options.worker.drain_seconds
+                    self._say(f"stopping: open requests may take {seconds:.0f} s to end")
+                return code
         except NotStarted:
             return 0 if self._stop.is_set() else 2
 
@@ -154,6 +158,9 @@ class Service:
         if gateway is not None:
             if not self._options.api_key:
                 self._say("security no --api-key: whoever reaches the HTTP port may use it")
+            else:
+                text = "security --api-key guards HTTP alone: gRPC and metrics ask for none"
+                self._say(text)
             self._say(f"try it:\n  {self._curl(gateway.url)}")
 
     def _curl(self, url: str) -> str:

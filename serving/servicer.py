@@ -17,6 +17,7 @@ from k3jax import __version__
 from k3jax.engine.request import Request
 from serving.cache_events import CachePublisher
 from serving.constraints import ConstraintCompiler
+from serving.declared_tools import check_declared_tools
 from serving.engine_loop import EngineLoop
 from serving.images import ImageEncoder
 from serving.load import LoadMeter
@@ -99,6 +100,7 @@ class SchedulerServicer(pb_grpc.TokenSpeedSchedulerServicer):
     async def _prepare(self, incoming: Incoming, message: pb.GenerateRequest) -> Request:
         """Add what takes time to make: the constraint, and the features of images."""
         request = incoming.request
+        check_declared_tools(self._model.text.tokenizer, request.prompt)
         if incoming.constraint is not None:
             constraint = await self._constraints.compile(incoming.constraint, request.prompt)
             request = replace(request, constraint=constraint)

@@ -14,6 +14,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from k3jax.chat.json_schema import check_schema
 from serving.turns import Channel
 
 _MARKER = re.compile(r"<\|(?:open|close|sep|end_of_msg)\|>")
@@ -119,6 +120,7 @@ class _Rules:
         schema = node.get("json_schema")
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{where}.json_schema is no JSON schema")
+        check_schema(schema, f"{where}.json_schema")
         name = f"json_{len(self.lines)}"
         self.lines.append(f"{name}: %json {json.dumps(schema)}")
         return name

@@ -156,7 +156,13 @@ def _sampling(
         given["top_k"] = ("top_k", 0 if params.top_k == -1 else params.top_k)  # -1: all, as 0
     room = limits.max_context - prompt_tokens
     wanted = params.max_new_tokens if params.HasField("max_new_tokens") else room
-    given["max_tokens"] = ("max_new_tokens", min(wanted, room))
+    if wanted > room:
+        raise FieldError(
+            "sampling_params.max_new_tokens",
+            f"{wanted} tokens after a prompt of {prompt_tokens} are more than the context of "
+            f"{limits.max_context} holds; ask for at most {room}, or leave it out",
+        )
+    given["max_tokens"] = ("max_new_tokens", wanted)
     seed = params.sampling_seed if params.HasField("sampling_seed") else secrets.randbits(63)
     given["seed"] = ("sampling_seed", seed & MAX_SEED)
     given["stop_ids"] = ("stop_token_ids", tuple(params.stop_token_ids))

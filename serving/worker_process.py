@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -51,8 +52,8 @@ async def serve(
     """Start, become ready, and serve until SIGTERM or SIGINT; then drain.
 
     `say` gets one line per phase and the memory table; `parent_gone` also stops at the end of
-    stdin. Raises NotEnoughMemory, ProbeFailed, or
-    ValueError and OSError for options that cannot be met.
+    stdin. A start that is called off ends the process here, with code 0.
+    Raises NotEnoughMemory, ProbeFailed, or ValueError and OSError for options that cannot be met.
     """
     set_up_logs(options.log_level, options.log_format)
     stop = asyncio.Event()
@@ -68,7 +69,11 @@ async def serve(
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await starting
-        return
+        # A thread may be deep in the compiler or in reading weights: the interpreter would wait for
+        # it for minutes, or abort when it is torn down around it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     worker = starting.result()
     on_ready()
     await stop.wait()

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from k3jax.chat.json_schema import check_schema
 from k3jax.chat.options import ChatOptions, check_effort
 from k3jax.chat.tool_messages import answered_call, calls_by_id, parse_arguments, result_name
 from k3jax.chat.xtml import IMAGE_PARTS
@@ -68,7 +69,7 @@ def check_tools(tools: Any, where: str) -> list[str]:
     """Check a list of tool declarations and return the function names.
 
     Raises:
-        ValueError: an unknown tool type, a missing or repeated name, parameters that are no object
+        ValueError: an unknown tool type, a missing or repeated name, parameters that are no schema
             or cannot be written as JSON.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
@@ -91,6 +92,8 @@ def check_tools(tools: Any, where: str) -> list[str]:
         if not isinstance(function.get("parameters"), Mapping | None):
             raise ValueError(f"{at}.function.parameters must be a JSON schema object")
         _check_json(tool, at)
+        if function.get("parameters") is not None:
+            check_schema(function["parameters"], f"{at}.function.parameters")
         names.append(name)
     return names
 
@@ -191,6 +194,7 @@ def _check_format(wanted: Any) -> None:
     if not isinstance(outer.get("schema"), Mapping):
         raise ValueError("response_format.json_schema.schema is missing")
     _check_json(outer["schema"], "response_format.json_schema.schema")
+    check_schema(outer["schema"], "response_format.json_schema.schema")
 
 
 def _check_text(value: Any, where: str) -> None:

@@ -89,15 +89,16 @@ def run(args: argparse.Namespace) -> int:
 def _run_with_server(args: argparse.Namespace) -> int:
     from k3jax.cli.chat_loop import ChatLoop
     from k3jax.cli.conversation import Conversation
-    from k3jax.cli.server_source import server_source
+    from k3jax.cli.server_source import ServerSource
     from serving.client import Client
 
     with Client(args.server, token=args.token) as client:
         sampling = replace(client.model.sampling, **sampling_fields(args))
         options = chat_options(args, tools=_read_tools(args.tools))
         _check(client.model, options)
-        conversation = Conversation(client.model, server_source(client), sampling, options)
-        ChatLoop(conversation, system=args.system).run()
+        source = ServerSource(client)
+        conversation = Conversation(client.model, source, sampling, options)
+        ChatLoop(conversation, cached=lambda: source.cached_tokens, system=args.system).run()
     return 0
 
 

@@ -33,13 +33,15 @@ class ChatLoop:
         conversation: Conversation,
         *,
         compiling: Callable[[], float] = lambda: 0.0,
+        cached: Callable[[], int] | None = None,
         system: str | None = None,
         out: TextIO | None = None,
         log: TextIO | None = None,
     ) -> None:
-        """`compiling` gives the seconds that the process has spent compiling so far."""
+        """`compiling` gives the seconds that the process has spent compiling so far, `cached` how
+        many tokens of the latest prompt came from a prefix cache; None where there is none."""
         self._conversation = conversation
-        self._compiling = compiling
+        self._compiling, self._cached = compiling, cached
         self._out, self._log = out or sys.stdout, log or sys.stderr
         self._style, self._log_style = Style.of(self._out), Style.of(self._log)
         self._printer = ReplyPrinter(self._out, self._style)
@@ -106,7 +108,8 @@ class ChatLoop:
             self._printer.note("(stopped)")
         elif turn.reply.finish_reason == "length":
             self._printer.note(f"(cut off after {len(turn.tokens)} tokens)")
-        cost = summary(turn, self._compiling() - compiled)
+        cached = None if self._cached is None else self._cached()
+        cost = summary(turn, self._compiling() - compiled, cached)
         print(self._log_style.dim(cost), file=self._log, flush=True)
         return turn
 
@@ -143,9 +146,10 @@ class ChatLoop:
         self._printer.note(f"(shown with the next message: {path}, {size})")
 
 
-def summary(turn: Turn, compiling: float) -> str:
+def summary(turn: Turn, compiling: float, cached: int | None = None) -> str:
     """What a turn cost; its own times are without the seconds spent compiling."""
-    parts = [f"{turn.prompt_tokens} prompt tokens", f"{len(turn.tokens)} generated"]
+    of_them = "" if cached is None else f" ({cached} cached)"
+    parts = [f"{turn.prompt_tokens} prompt tokens{of_them}", f"{len(turn.tokens)} generated"]
     if turn.tokens:
         parts.append(f"first after {turn.first:.2f} s")
     if len(turn.tokens) > 1:

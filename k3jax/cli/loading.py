@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pallas_kernels.implementation import KernelPlan
 
 
+DTYPES = ("float32", "bfloat16")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Declare WEIGHTS, --dtype and --dequantize."""
     parser.add_argument(
@@ -23,7 +26,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fal
     )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16"),
+        choices=DTYPES,
         help="dtype of matrices and state (default: float32, or as a native folder stores them)",
     )
     parser.add_argument(

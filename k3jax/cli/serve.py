@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 
 from k3jax.cli.arguments import Subparsers, count
 from k3jax.cli.kernels import add_kernel_argument, checked
-from k3jax.cli.loading import add_model_arguments
+from k3jax.cli.loading import DTYPES, add_model_arguments
+from k3jax.compilation_cache import SWITCH as CACHE_SWITCH
 
 _DESCRIPTION = """\
 Serve a model with OpenAI's HTTP API and native gRPC, on this machine only unless told otherwise.
@@ -32,7 +34,7 @@ examples:
   k3jax serve WEIGHTS --grpc-only --listen 0.0.0.0:50051 --tls-cert c.pem --tls-key c.key
 """
 
-_SWITCHES = ("--grpc-only", "--no-prefix-cache", "--no-warm-up")
+_SWITCHES = ("--dequantize", "--grpc-only", "--no-prefix-cache", "--no-warm-up")
 
 _POLICIES = ("cache_aware", "least_load", "power_of_two", "round_robin", "random")
 
@@ -49,6 +51,10 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     _add_service_arguments(parser.add_argument_group("service"))
     _add_security_arguments(parser.add_argument_group("security"))
     _add_engine_arguments(parser.add_argument_group("engine (defaults follow from the model)"))
+    dtype, dequantize = _variable("--dtype"), _variable("--dequantize")
+    parser.set_defaults(dtype=os.environ.get(dtype), dequantize=_switch(dequantize))
+    flags = (text for action in parser._actions for text in action.option_strings)
+    parser.set_defaults(variables=sorted(_variable(f) for f in flags if f.startswith("--")))
     return parser
 
 
@@ -59,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from serving.readiness import ProbeFailed
     from serving.server import run as serve
 
-    _check_switches(args)
+    _check_environment(args)
     try:
         return serve(_options(args))
     except (GatewayFailed, NotEnoughMemory, ProbeFailed) as error:
@@ -163,12 +169,25 @@ def _add(group: argparse._ArgumentGroup, flag: str, **options: Any) -> None:
 
 def _add_flag(group: argparse._ArgumentGroup, flag: str, **options: Any) -> None:
     """Declare a switch; `run` refuses values of the environment that are neither 0 nor 1."""
-    value = os.environ.get(_variable(flag), "0")
-    default = {"0": False, "1": True}.get(value, value)
+    default = _switch(_variable(flag))
     group.add_argument(flag, action="store_true", default=default, **options)
 
 
-def _check_switches(args: argparse.Namespace) -> None:
+def _switch(variable: str) -> bool | str:
+    value = os.environ.get(variable, "0")
+    return {"0": False, "1": True}.get(value, value)
+
+
+def _check_environment(args: argparse.Namespace) -> None:
+    """Raise ValueError for values of the environment that argparse does not look at, and for a
+    variable of ours that no option has."""
+    for name in sorted(os.environ):
+        if name.startswith("K3JAX_") and name not in (*args.variables, CACHE_SWITCH):
+            near = difflib.get_close_matches(name, [*args.variables, CACHE_SWITCH], 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{name} is set, but no option of `k3jax serve` has it{hint}")
+    if args.dtype not in (None, *DTYPES):
+        raise ValueError(f"K3JAX_DTYPE = {args.dtype!r}, expected one of {', '.join(DTYPES)}")
     for flag in _SWITCHES:
         value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if not isinstance(value, bool):

@@ -156,16 +156,22 @@ class Packer:
 
     def _masks(self, plan: StepPlan) -> jax.Array | np.ndarray:
         constrained = [
-            (number, row.sequence.constraint)
+            (number, row.sequence)
             for number, row in enumerate(plan.rows)
             if row.emits and row.sequence.constraint is not None
         ]
         if not constrained:
             return self._all_allowed(plan.num_rows)
         masks = np.full((plan.num_rows, self._words), 0xFFFFFFFF, np.uint32)
-        for number, constraint in constrained:
-            assert constraint is not None
-            masks[number] = np.frombuffer(constraint.mask(), "<u4")[: self._words]
+        for number, sequence in constrained:
+            assert sequence.constraint is not None
+            try:
+                mask = np.frombuffer(sequence.constraint.mask(), "<u4")
+                if len(mask) < self._words:
+                    raise ValueError(f"a mask of {len(mask)} words, expected {self._words}")
+                masks[number] = mask[: self._words]
+            except Exception as error:  # somebody else's code, in a step shared with others
+                plan.broken.append((sequence, error))
         return masks
 
     def _all_allowed(self, rows: int) -> jax.Array:

@@ -178,7 +178,12 @@ class Engine:
         if not request.sampling.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
         now, leader = time.monotonic(), None
-        constraints = [request.constraint and request.constraint.fork() for _ in range(request.n)]
+        try:
+            constraints = [
+                request.constraint and request.constraint.fork() for _ in range(request.n)
+            ]
+        except Exception as error:
+            raise ValueError(f"request {request.id!r}: its constraint raised {error!r}") from error
         for choice, constraint in enumerate(constraints):
             tokens = list(request.prompt)
             sequence = Sequence(
@@ -205,11 +210,20 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; False if it is not running or waiting."""
+        return self._end(request_id, FinishReason.ABORT)
+
+    def _end(self, request_id: str, reason: FinishReason, error: str = "") -> bool:
         sequences = self._live.pop(request_id, [])
         for sequence in sequences:
             self.scheduler.abort(sequence)
-            self._events.append(_last_event(sequence, FinishReason.ABORT, time.monotonic()))
+            event = _last_event(sequence, reason, time.monotonic())
+            self._events.append(dataclasses.replace(event, error=error))
         return bool(sequences)
+
+    def _break(self, sequence: Sequence, error: Exception) -> None:
+        """End a request whose constraint raised, and nobody else's."""
+        text = f"its constraint raised {type(error).__name__}: {error}"
+        self._end(sequence.request.id, FinishReason.ERROR, text)
 
     def step(self) -> list[TokenEvent]:
         """Dispatch the next step, then take in the one before: the host works beside the device.
@@ -323,6 +337,8 @@ class Engine:
         self.scheduler.dispatched(plan)
         self._in_flight.append((plan, output))
         self._steps += 1
+        for sequence, error in plan.broken:
+            self._break(sequence, error)
 
     def _run(self, inputs: StepInputs) -> StepOutput:
         with use_plan(self.kernel_plan):
@@ -361,14 +377,20 @@ class Engine:
             found = jax.device_get((output.logprobs, output.top_ids, output.top_logprobs))
         now = time.monotonic()
         for emission in self.scheduler.absorb(plan, tokens):
+            sequence = emission.sequence
+            if sequence not in self._live.get(sequence.request.id, ()):
+                continue  # ended by another choice of its request, whose constraint raised
             self._events.append(self._event(emission, found, now))
+            if sequence.constraint is not None and emission.finish_reason is None:
+                try:
+                    sequence.constraint.accept(emission.token)
+                except Exception as error:
+                    self._break(sequence, error)
 
     def _event(self, emission: Emission, found: Any, now: float) -> TokenEvent:
         sequence, token = emission.sequence, emission.token
         if sequence.first_token is None:
             sequence.first_token = now
-        if sequence.constraint is not None and emission.finish_reason is None:
-            sequence.constraint.accept(token)
         logprobs, wanted = None, sequence.sampling.logprobs
         if wanted is not None:
             chosen, ids, values = (array[emission.row] for array in found)

@@ -23,6 +23,8 @@ class FinishReason(StrEnum):
     """`max_tokens` or the model's context was reached."""
     ABORT = "abort"
     """The caller gave up."""
+    ERROR = "error"
+    """The request's own constraint raised; the event says what."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,8 @@ class TokenEvent:
     """Prompt tokens whose state came from the prefix cache."""
     timing: RequestTiming | None
     """With the last event of a choice that ran."""
+    error: str = ""
+    """With ERROR."""
 
 
 def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_context: int, name: str) -> None:

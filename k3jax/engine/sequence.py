@@ -129,6 +129,8 @@ class StepPlan:
     """Held until the step has been dispatched."""
     released_slots: list[int] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
+    broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Sequences whose constraint raised when it was asked what may come."""
     absorbed: bool = False
 
     @property

@@ -17,7 +17,7 @@ def options(*argv: str) -> ServeOptions:
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     args = parser.parse_args(["serve", *argv])
-    serve._check_switches(args)
+    serve._check_environment(args)
     return serve._options(args)
 
 
@@ -40,6 +40,8 @@ def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPa
         "NO_WARM_UP": "1",
         "API_KEY": "secret",
         "DRAIN_SECONDS": "2.5",
+        "DTYPE": "bfloat16",
+        "DEQUANTIZE": "1",
     }.items():
         monkeypatch.setenv(f"K3JAX_{name}", value)
 
@@ -51,11 +53,19 @@ def test_every_option_can_come_from_the_environment(monkeypatch: pytest.MonkeyPa
     assert (chosen.replicas, chosen.policy, chosen.api_key) == (2, "round_robin", "secret")
     assert not chosen.worker.warm_up
     assert chosen.worker.drain_seconds == 2.5
+    assert (chosen.worker.dtype, chosen.worker.dequantize) == ("bfloat16", True)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("HTTP_PORT", "http"), ("POLICY", "best"), ("MAX_ROWS", "0"), ("GRPC_ONLY", "maybe")],
+    [
+        ("HTTP_PORT", "http"),
+        ("POLICY", "best"),
+        ("MAX_ROWS", "0"),
+        ("GRPC_ONLY", "maybe"),
+        ("DEQUANTIZE", "yes"),
+        ("DTYPE", "int3"),
+    ],
 )
 def test_wrong_value_of_the_environment_is_one_line(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -69,6 +79,20 @@ def test_wrong_value_of_the_environment_is_one_line(
 
     assert code == 2
     assert repr(value) in capsys.readouterr().err
+
+
+def test_misspelt_variable_is_refused_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("K3JAX_MAX_ROW", "3")
+
+    assert main(["serve", "k3-nano"]) == 2
+    assert "K3JAX_MAX_ROW is set" in capsys.readouterr().err
+
+    monkeypatch.setenv("K3JAX_QQQQQQ", "3")
+    monkeypatch.delenv("K3JAX_MAX_ROW")
+    assert main(["serve", "k3-nano"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 def test_grpc_alone_takes_the_key_as_its_token():

@@ -187,15 +187,66 @@ def test_after_a_failed_step_all_requests_have_ended_and_new_ones_work():
     same(found, expected)
 
 
-def test_a_constraint_that_fails_ends_the_step_and_no_more():
+class Mute(Alternating):
+    """Cannot say what may come once it has seen a token."""
+
+    def fork(self) -> "Mute":
+        return Mute()
+
+    def mask(self) -> bytes:
+        if self.seen:
+            raise RuntimeError("no such token")
+        return super().mask()
+
+
+class Short(Alternating):
+    """Its masks lack words."""
+
+    def fork(self) -> "Short":
+        return Short()
+
+    def mask(self) -> bytes:
+        return b"\xff" * 4
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("constraint", "error"),
+    [
+        (Alternating(fails_after=1), "RuntimeError: no such token"),
+        (Mute(), "RuntimeError: no such token"),
+        (Short(), "ValueError: a mask of 1 words, expected 4"),
+    ],
+)
+def test_a_constraint_that_raises_ends_its_own_request_alone(constraint, error, n):
     engine = make_engine()
-    engine.submit(request("a", constraint=Alternating(fails_after=1)))
+    engine.submit(request("a", n=n, constraint=constraint))
     engine.submit(request("b", length=20))
-    with pytest.raises(StepFailed, match="RuntimeError: no such token"):
-        list(engine.run())
+
+    events = list(engine.run())
+
+    broken = [event for event in events if event.request_id == "a"]
+    last = {event.choice: event for event in broken}
+    assert [last[choice].finish_reason for choice in range(n)] == [FinishReason.ERROR] * n
+    assert all(error in event.error for event in last.values())
+    assert sum(event.finish_reason is not None for event in broken) == n
+    tokens = [event.token for event in events if event.request_id == "b"]
+    assert tokens == ask(make_engine(), prompt_of(20)).tokens
+    engine.flush_cache()
     engine.scheduler.check()
+    stats = engine.stats()
+    assert (stats.pages_free, stats.slots_free) == (stats.pages_total, stats.slots_total)
+
+
+def test_a_constraint_that_cannot_be_forked_is_refused():
+    class Single(Alternating):
+        def fork(self) -> "Alternating":
+            raise RuntimeError("there is one of me")
+
+    engine = make_engine()
+    with pytest.raises(ValueError, match="there is one of me"):
+        engine.submit(request("a", constraint=Single()))
     assert not engine.has_work
-    assert run(engine, [request("a")])["a", 0].reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(

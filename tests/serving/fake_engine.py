@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from k3jax.engine.engine import CacheChange, EngineStats, QueueFull, StepFailed
 from k3jax.engine.request import (
@@ -43,6 +43,7 @@ class FakeEngine:
         step_seconds: how long a step takes; assign it at any time.
         crash_at: the step that raises something nobody expects.
         fail_at: the steps that fail as the engine says they can.
+        break_at: the step that ends request `broken` because its constraint raised.
         remember: finished sequences become resumable prefixes, as with an ideal cache.
         hold: while set, nothing is admitted, as in a long prefill.
         threads: every thread that called it.
@@ -58,12 +59,13 @@ class FakeEngine:
         step_seconds: float = 0.0,
         crash_at: int | None = None,
         fail_at: Collection[int] = (),
+        break_at: int | None = None,
         remember: bool = False,
     ) -> None:
         self.script, self.eos = script, frozenset(eos)
         self.max_rows, self.max_waiting = max_rows, max_waiting
         self.step_seconds, self.crash_at, self.fail_at = step_seconds, crash_at, fail_at
-        self.remember = remember
+        self.break_at, self.remember = break_at, remember
         self.hold = threading.Event()
         self.steps = 0
         self.threads: set[int] = set()
@@ -112,6 +114,10 @@ class FakeEngine:
             raise StepFailed("out of memory")
         if self.steps == self.crash_at:
             raise RuntimeError("device lost")
+        if self.steps == self.break_at:
+            entry = self._running.pop("broken")
+            event = self._event(entry, 0, None, FinishReason.ERROR)
+            self._pending.append(replace(event, error="its constraint raised"))
         if self.step_seconds:
             time.sleep(self.step_seconds)
         while not self.hold.is_set() and self._waiting and len(self._running) < self.max_rows:

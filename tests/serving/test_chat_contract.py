@@ -387,8 +387,27 @@ def test_departs_biases_are_dropped_without_a_word(client: Client):
     assert client.ask("hi", logit_bias={"5": 1}).choices[0].message.content == "Hello."
 
 
-def test_departs_tools_of_the_same_name_are_accepted(client: Client):
-    assert client.ask("hi", tools=[TOOLS[0], TOOLS[0]]).choices[0].message.content == "Hello."
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+@pytest.mark.parametrize(
+    ("declared", "named"),
+    [
+        ([TOOLS[0], TOOLS[0]], r"tools\[1\].function.name 'weather' is declared twice"),
+        ([tool("f", x={"type": "strng"})], r"tools\[0\].*properties.x.type 'strng' is none of"),
+        ([tool("f", x={"$ref": "#/nowhere"})], "leads nowhere"),
+    ],
+)
+def test_tools_that_cannot_be_are_refused_by_name(
+    client: Client, declared: list[Any], named: str, choice: str
+):
+    with pytest.raises(openai.BadRequestError, match=named):
+        client.ask("hi", tools=declared, tool_choice=choice)
+
+
+def test_schema_that_says_nothing_is_refused(client: Client):
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": "#"}}}
+
+    with pytest.raises(openai.BadRequestError, match="refers to itself"):
+        client.ask("json", response_format=wanted)
 
 
 @pytest.mark.parametrize(
@@ -400,6 +419,7 @@ def test_departs_tools_of_the_same_name_are_accepted(client: Client):
         ({"temperature": 2.5}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 8192}, "ask for at most 81"),
         ({"seed": -1}, "seed"),
     ],
 )

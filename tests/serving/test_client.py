@@ -77,7 +77,7 @@ def test_stop_id_is_apart_from_the_ids():
 def test_leaving_the_loop_cancels_the_request():
     engine = FakeEngine(step_seconds=0.002)
     with running_worker(lambda: engine) as worker, Client(worker.address) as client:
-        for _ in client.generate([5, 6, 7], SamplingParams(max_tokens=10**6)):
+        for _ in client.generate([5, 6, 7], SamplingParams(max_tokens=8_000)):
             break
         for _ in range(500):
             if engine.aborted:
@@ -113,7 +113,19 @@ def test_chat_command_talks_to_the_service(
         code = main(["chat", "--server", worker.address])
 
     assert code == 0
-    assert capsys.readouterr().out == "thinking: Let me think.\nHello, you.\nHello, you.\n"
+    printed = capsys.readouterr()
+    assert printed.out == "thinking: Let me think.\nHello, you.\nHello, you.\n"
+    assert printed.err.count("prompt tokens (0 cached)") == 2
+
+
+def test_chat_command_asks_for_no_more_than_the_context_holds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    with running_worker(scripted, model=nano(max_context=200)) as worker:
+        assert main(["chat", "--server", worker.address, "--max-tokens", "1k"]) == 0
+
+    assert "Hello, you." in capsys.readouterr().out
 
 
 def test_chat_command_without_model_or_service_says_what_it_needs(

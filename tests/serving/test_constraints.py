@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from k3jax.chat import parse_output
-from serving.constraints import ConstraintCompiler, GrammarConstraint
+from serving.constraints import ConstraintCompiler, GrammarConstraint, GrammarFailed
 from serving.wire import ConstraintKind, ConstraintText, FieldError
 from tests.serving.running import nano
 
@@ -171,10 +171,21 @@ def test_fork_starts_again_and_leaves_the_other_alone():
     assert allowed(constraint) == second
 
 
-def test_token_outside_the_grammar_ends_the_answer_instead_of_the_engine():
+def test_token_outside_the_grammar_is_an_error():
     constraint = compiled("regex", "ab")
 
-    constraint.accept(TOKENIZER.encode("z")[0])
+    with pytest.raises(GrammarFailed):
+        constraint.accept(TOKENIZER.encode("z")[0])
+    with pytest.raises(GrammarFailed):
+        constraint.mask()
+
+
+def test_after_its_end_only_end_ids_are_allowed():
+    constraint = compiled("regex", "x", prompt=TOKENIZER.encode("say it:"))
+
+    for token in (*TOKENIZER.encode("x"), EOS[0], EOS[0]):
+        assert token in allowed(constraint)
+        constraint.accept(token)
 
     assert allowed(constraint) == set(EOS)
 
@@ -200,8 +211,15 @@ def test_unsupported_keyword_is_named(schema: dict[str, Any], keyword: str):
     [
         ("json_schema", "{", "no JSON"),
         ("json_schema", "[1]", "expected a JSON schema, not list"),
+        ("json_schema", '{"$ref": "#"}', "schema refers to itself"),
+        ("json_schema", '{"properties": {"a": {"type": "strng"}}}', "a.type 'strng' is none of"),
+        (
+            "structural_tag",
+            tag(argument("x", "string", {"type": "json_schema", "json_schema": {"type": "strng"}})),
+            "type 'strng' is none of",
+        ),
         ("json_schema", "[" * 100_000, "no JSON"),
-        ("regex", "(", "regex"),
+        ("regex", "(", r"^sampling_params.regex: invalid regex .*: unclosed group$"),
         ("ebnf_grammar", "root ::= (", "no grammar"),
         ("structural_tag", "{}", "triggered_tags"),
         ("structural_tag", tag({"type": "odd"}), r"content: the type 'odd'"),

@@ -9,7 +9,7 @@ import pytest
 
 from k3jax.engine.engine import QueueFull
 from k3jax.engine.request import FinishReason, Request, SamplingParams, TokenEvent
-from serving.engine_loop import EngineFailed, EngineLoop, EventStream, SlowReader
+from serving.engine_loop import EngineFailed, EngineLoop, EventStream, RequestFailed, SlowReader
 from tests.serving.fake_engine import FakeEngine
 
 
@@ -47,6 +47,18 @@ def test_stream_has_every_token_in_order():
 
     assert [event.token for event in events] == [3, 4, 5, 6, 7, 8, 9]
     assert [event.finish_reason for event in events] == [None] * 6 + [FinishReason.LENGTH]
+
+
+def test_request_whose_constraint_raised_fails_alone():
+    async def test(loop: EngineLoop):
+        broken, other = loop.submit(request("broken")), loop.submit(request("other"))
+        with pytest.raises(RequestFailed, match="its constraint raised"):
+            await read(broken)
+        return await read(other)
+
+    events = run(test, FakeEngine(break_at=3))
+
+    assert events[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_engine_is_called_from_its_own_thread_only():

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ def test_one_command_starts_replicas_and_gateway_and_ends_them():
         said = "\n".join(lines)
         url = re.search(r"HTTP +(http://\S+)", said)
         scrapes = re.findall(r"metrics +(http://\S+/metrics) +\(worker\)", said)
-        addresses = re.findall(r"gRPC +(\S+)", said)
+        addresses = re.findall(r"^gRPC +(\S+)", said, re.MULTILINE)
         assert url is not None
         models = OpenAI(base_url=url[1], api_key="secret").models.list().data
         scraped = [urllib.request.urlopen(scrape, timeout=10).status for scrape in scrapes]
@@ -98,6 +99,17 @@ def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
     assert process.returncode == 2
     assert re.search(r"[\d.]+ TB for the caches, [\d.]+ TB in all, but [\d.]+ GB are free", errors)
     assert "Traceback" not in errors
+
+
+def test_start_that_is_called_off_while_compiling_ends_at_once_and_quietly():
+    options = ("--max-rows", "2", "--max-context", "512", "--grpc-only", "--metrics-port", "0")
+    with serving(*options, "--listen", f"127.0.0.1:{free_port()}") as process:
+        read_until(process, "kernels on")
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_port_in_use_is_said_in_one_line():

@@ -32,7 +32,7 @@ from tests.serving.running import (
 )
 from tests.serving.waiting import eventually
 
-LONG = 1_000_000
+LONG = 8_000
 
 
 @pytest.fixture(scope="module")

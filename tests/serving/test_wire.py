@@ -96,8 +96,13 @@ def test_seed_of_64_bits_is_folded():
     assert seed == MAX_SEED
 
 
-def test_token_limit_beyond_the_context_becomes_what_is_left():
-    assert to_request(request(max_new_tokens=10**6), LIMITS).request.sampling.max_tokens == 61
+def test_token_limit_beyond_the_context_is_refused_with_what_is_left():
+    with pytest.raises(FieldError, match="ask for at most 61") as refused:
+        to_request(request(max_new_tokens=62), LIMITS)
+
+    assert refused.value.field == "sampling_params.max_new_tokens"
+    assert to_request(request(max_new_tokens=61), LIMITS).request.sampling.max_tokens == 61
+    assert to_request(request(), LIMITS).request.sampling.max_tokens == 61
 
 
 @pytest.mark.parametrize(
