@@ -26,19 +26,39 @@ class Answer:
     parsed: ParsedOutput
 
 
-def run_batch(
-    params: K3Params, model: TextModel, jobs: Sequence[Job], plan: KernelPlan | None = None
-) -> list[Answer]:
-    """Complete some jobs together."""
-    completions = generate(
-        params,
-        model.config,
-        [job.prompt.tokens for job in jobs],
-        [job.sampling for job in jobs],
-        images=[model.image_features(params, job.prompt) for job in jobs],
-        plan=plan,
-    )
-    return [read(model, *pair) for pair in zip(jobs, completions, strict=True)]
+class BatchRunner:
+    """Completes the jobs of one command, some at a time."""
+
+    def __init__(
+        self,
+        params: K3Params,
+        model: TextModel,
+        jobs: Sequence[Job],
+        batch: int,
+        plan: KernelPlan | None = None,
+    ) -> None:
+        """`jobs` are all that will be run, at most `batch` of them together."""
+        self._params, self._model, self._plan = params, model, plan
+        self._constrained = None
+        if any(job.constraint is not None for job in jobs):
+            from k3jax.cli.constrained import ConstrainedRunner
+
+            self._constrained = ConstrainedRunner(params, model, jobs, batch, plan)
+
+    def run(self, jobs: Sequence[Job]) -> list[Answer]:
+        """Complete some jobs together."""
+        if self._constrained is not None and any(job.constraint is not None for job in jobs):
+            completions = self._constrained.complete(jobs)
+        else:
+            completions = generate(
+                self._params,
+                self._model.config,
+                [job.prompt.tokens for job in jobs],
+                [job.sampling for job in jobs],
+                images=[self._model.image_features(self._params, job.prompt) for job in jobs],
+                plan=self._plan,
+            )
+        return [read(self._model, *pair) for pair in zip(jobs, completions, strict=True)]
 
 
 def read(model: TextModel, job: Job, completion: Completion) -> Answer:

@@ -34,8 +34,8 @@ Generate a reply to --prompt, to the text on stdin (-), or to every line of --fi
 A line of FILE is a JSON object with "prompt" (text), "messages" (OpenAI's form, with images as
 paths or data URLs) or "tokens" (ids as they are). It may add "tools", "tool_choice",
 "response_format", "thinking", "effort", "id" and any sampling option, as "max_tokens" or
-"stop_ids". All lines are checked before anything runs. "response_format" and "tool_choice" are told
-to the model and not enforced; `k3jax serve` enforces them.
+"stop_ids". All lines are checked before anything runs. Replies have the form of "response_format",
+if there is one; "tool_choice" is told to the model and not enforced; `k3jax serve` enforces it.
 
 Sampling follows --seed; line n of a file adds n to it, so that equal prompts get different replies.
 """
@@ -141,7 +141,7 @@ def _reply(
 ) -> None:
     from tqdm import tqdm
 
-    from k3jax.cli.answers import batches, run_batch, show, to_json, totals
+    from k3jax.cli.answers import BatchRunner, batches, show, to_json, totals
     from k3jax.cli.compile_clock import CompileClock
     from k3jax.cli.terminal import Style, rate
 
@@ -150,8 +150,9 @@ def _reply(
     start = time.perf_counter()
     hidden = len(jobs) <= args.batch or not sys.stderr.isatty()
     with CompileClock() as clock, tqdm(total=len(jobs), unit="prompt", disable=hidden) as bar:
+        runner = BatchRunner(params, model, jobs, args.batch, plan)
         for group in batches(jobs, args.batch):
-            answers = run_batch(params, model, group, plan)
+            answers = runner.run(group)
             for answer in answers:
                 if args.json:
                     print(json.dumps(to_json(model, answer), ensure_ascii=False), flush=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from k3jax.chat import ChatOptions, thinking_from_openai
-from k3jax.engine.request import MAX_SEED, SamplingParams, check_stop_ids
+from k3jax.engine.request import MAX_SEED, SamplingParams, TokenConstraint, check_stop_ids
 from k3jax.text_model import Prompt, TextModel
+
+if TYPE_CHECKING:
+    from k3jax.cli.constrained import FormatCompiler
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
 _PROMPTS = ("prompt", "messages", "tokens")
@@ -18,12 +22,16 @@ _OPTIONS = ("tools", "tool_choice", "response_format", "thinking", "effort")
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt with its settings; `thinking` None means that the reply is plain text."""
+    """One prompt with its settings; `thinking` None means that the reply is plain text.
+
+    `constraint` is the form that the reply must have.
+    """
 
     id: Any
     prompt: Prompt
     sampling: SamplingParams
     thinking: bool | None
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(frozen=True)
@@ -91,17 +99,26 @@ class JobMaker:
             )
         sampling = self._sampling(request, number)
         thinking: bool | None = None
+        constraint = None
         if given[0] == "messages" or (given[0] == "prompt" and not self.raw):
             options = self._options(request)
             prompt = self.model.chat_prompt(self._messages(request), options)
             thinking = options.thinking
+            if options.response_format is not None:
+                constraint = self._formats.compile(options.response_format, prompt.tokens)
         else:
             for name in _OPTIONS:
                 if name in request:
                     raise ValueError(f"{name} needs the chat template, which {given[0]} goes past")
             prompt = self._plain(request)
         check_stop_ids(sampling, vocab_size=self.model.config.vocab_size, name="stop_ids")
-        return Job(request.get("id", number), prompt, sampling, thinking)
+        return Job(request.get("id", number), prompt, sampling, thinking, constraint)
+
+    @cached_property
+    def _formats(self) -> FormatCompiler:
+        from k3jax.cli.constrained import FormatCompiler
+
+        return FormatCompiler(self.model)
 
     def _messages(self, request: Mapping[str, Any]) -> Any:
         if "messages" in request:

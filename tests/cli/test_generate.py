@@ -141,6 +141,43 @@ def test_wrong_line_of_a_file_is_named_before_anything_runs(text_folder, tmp_pat
     )
 
 
+def wanted(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
+def test_replies_have_the_form_that_was_asked_for(text_folder: Path, tmp_path: Path, capsys):
+    schema = {"enum": ["north", "south-west"]}  # an object could be filled with spaces for ever
+    lines = [
+        {"prompt": "x", "response_format": wanted(schema), "thinking": False, "max_tokens": 60},
+        {"prompt": "free", "thinking": False, "max_tokens": 6},
+        {"prompt": "any", "response_format": {"type": "json_object"}, "max_tokens": 9},
+    ]
+    file = tmp_path / "r.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    assert generate(text_folder, "--file", file, "--json", "--temperature", "2") == 0
+
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert json.loads(found[0]["content"]) in schema["enum"]
+    assert found[0]["finish_reason"] == "stop"
+    assert [len(reply["token_ids"]) for reply in found[1:]] == [6, 9]
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"type": "array", "uniqueItems": True}, r"response_format: .*uniqueItems"),
+        ({"type": "strng"}, r"response_format.json_schema.schema.type 'strng' is none of"),
+    ],
+)
+def test_form_that_cannot_be_enforced_is_named(text_folder, tmp_path, capsys, schema, problem):
+    file = tmp_path / "r.jsonl"
+    file.write_text(json.dumps({"prompt": "x", "response_format": wanted(schema)}))
+
+    assert generate(text_folder, "--file", file) == 2
+    assert re.search(rf"r.jsonl:1: {problem}", capsys.readouterr().err)
+
+
 def test_image_for_a_model_without_vision_is_one_clear_line(tmp_path, capsys):
     from dataclasses import replace
 
