@@ -132,11 +132,13 @@ def kernel_supports() -> dict[str, Callable[[ModelShape], Support]]:
     from pallas_kernels.kda import mixer_step_gpu
     from pallas_kernels.mla import paged_decode_gpu
     from pallas_kernels.moe import mxfp4_gpu
+    from pallas_kernels.residual import mix_gpu
 
     return {
         "kda_decode": mixer_step_gpu.supports,
         "mla_decode": paged_decode_gpu.supports,
         "experts": mxfp4_gpu.supports,
+        "residual_mix": mix_gpu.supports,
     }
 
 

@@ -63,10 +63,22 @@ def step_parts(config: K3Config, rows: int, context: int) -> list[Part]:
         kda_layers=len(config.kda_layers),
         mla_layers=len(config.mla_layers),
         sparse_layers=sum(config.is_sparse(layer) for layer in range(config.num_layers)),
+        mixed_sums=_mixed_sums(config),
         other_weights=_numbers(jax.tree.leaves(weights)) - _numbers(unused),
         rows=rows,
         context=context,
     )
+
+
+def _mixed_sums(config: K3Config) -> int:
+    """Hidden rows that the steps between sublayers read (bank, sum, output) and write (two)."""
+    total = bank = 0
+    for layer in range(config.num_layers):
+        restart = config.starts_depth_block(layer)
+        total += bank + 2 + 2 * (layer > 0)  # before the mixer; nothing is added at first
+        bank += restart
+        total += bank + (2 if restart else 4)
+    return total + bank + 3  # before the head, where only the input is needed
 
 
 def _numbers(leaves: list[jax.Array]) -> int:

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from k3jax.config import K3Config
 from k3jax.model.params import ResidualMix
+from pallas_kernels.residual import residual_mix
 
 
-def mix(
-    params: ResidualMix, config: K3Config, candidates: Sequence[Float[Array, "*batch hidden"]]
-) -> Float[Array, "*batch hidden"]:
-    """Softmax-weighted sum of the candidates (K3 report, eq. 8-10), float32 with one rounding.
+def next_input(
+    params: ResidualMix | None,
+    config: K3Config,
+    norm: Float[Array, "hidden"],
+    bank: Sequence[Float[Array, "*batch hidden"]],
+    x: Float[Array, "*batch hidden"],
+    y: Float[Array, "*batch hidden"] | None,
+) -> tuple[Float[Array, "*batch hidden"], Float[Array, "*batch hidden"]]:
+    """The running sum with the last sublayer's output y (None: none), and the next one's input.
 
-    A candidate's score is the product of its RMS-normalised value with `norm · proj`; the sum
-    takes the raw values. One candidate alone is returned as it is.
+    That is the RMSNorm, weighted by `norm`, of the mixture of the bank's sums and this one (K3
+    report, eq. 8-10), or of this one alone in a model without Attention Residuals.
     """
-    if len(candidates) == 1:
-        return candidates[0]
-    direction = params.norm.astype(jnp.float32) * params.proj.astype(jnp.float32)
-    wide = [candidate.astype(jnp.float32) for candidate in candidates]
-    scores = [
-        jnp.sum(v * direction, axis=-1)
-        * jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + config.rms_norm_eps)
-        for v in wide
-    ]
-    weights = jax.nn.softmax(jnp.stack(scores), axis=0)
-    mixed = weights[0][..., None] * wide[0]
-    for weight, v in zip(weights[1:], wide[1:], strict=True):
-        mixed = mixed + weight[..., None] * v
-    return mixed.astype(candidates[0].dtype)
+    mix = None if params is None else (params.norm, params.proj)
+    return residual_mix(bank, x, y, mix, norm, config.rms_norm_eps)

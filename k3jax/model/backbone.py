@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from k3jax.config import K3Config
-from k3jax.model.attn_res import mix
+from k3jax.model.attn_res import next_input
 from k3jax.model.kda import kda
-from k3jax.model.layers import mlp, rms_norm
+from k3jax.model.layers import mlp
 from k3jax.model.mla import mla
 from k3jax.model.moe import moe
 from k3jax.model.params import K3Params, KDAParams, MoEParams
@@ -45,12 +45,12 @@ def forward(
     bank: list[Hidden] = []
     kept: list[Hidden] = []
     kda_seen = mla_seen = 0
+    y: Hidden | None = None  # of the last sublayer, not yet in x
     for layer, p in enumerate(params.layers):
-        h = x if p.mixer_mix is None else mix(p.mixer_mix, config, [*bank, x])
+        x, h = next_input(p.mixer_mix, config, p.mixer_norm, bank, x, y)
         restart = config.starts_depth_block(layer)
         if restart:
             bank.append(x)
-        h = rms_norm(h, p.mixer_norm, config.rms_norm_eps)
         if isinstance(p.mixer, KDAParams):
             pools = (matrices[kda_seen], windows[kda_seen]) if state else None
             y, pools = kda(p.mixer, config, h, spans, pools)
@@ -62,23 +62,21 @@ def forward(
             if pool is not None:
                 pages[mla_seen] = pool
             mla_seen += 1
-        x = y if restart else x + y
-        h = x if p.ffn_mix is None else mix(p.ffn_mix, config, [*bank, x])
-        h = rms_norm(h, p.ffn_norm, config.rms_norm_eps)
+        x, y = (y, None) if restart else (x, y)
+        x, h = next_input(p.ffn_mix, config, p.ffn_norm, bank, x, y)
         if isinstance(p.ffn, MoEParams):
-            x = x + moe(p.ffn, config, h, real)
+            y = moe(p.ffn, config, h, real)
         else:
-            x = x + mlp(p.ffn, config, h)
+            y = mlp(p.ffn, config, h)
         if keep_layers:
-            kept.append(x)
-    if params.final_mix is not None:
-        x = mix(params.final_mix, config, [*bank, x])
+            kept.append(x + y)
+    _, h = next_input(params.final_mix, config, params.final_norm, bank, x, y)
     if state is not None:
         state = DecodeState(
             recurrent=RecurrentState(matrices=tuple(matrices), windows=tuple(windows)),
             latent=LatentCache(pages=tuple(pages)),
         )
-    return rms_norm(x, params.final_norm, config.rms_norm_eps), tuple(kept), state
+    return h, tuple(kept), state
 
 
 def logits(params: K3Params, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

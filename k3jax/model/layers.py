@@ -12,17 +12,11 @@ from jaxtyping import Array, Float
 from k3jax.config import K3Config
 from k3jax.model.params import MLPParams
 from k3jax.quant import matmul
+from pallas_kernels.residual import rms_norm
+
+__all__ = ["Activation", "activation", "mlp", "rms_norm"]
 
 Activation = Callable[[Array, Array], Array]
-
-
-def rms_norm(
-    x: Float[Array, "*batch width"], weight: Float[Array, "width"], eps: float
-) -> Float[Array, "*batch width"]:
-    """RMSNorm with float32 statistics, rounded to x's dtype before the weight multiplies it."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight.astype(x.dtype)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from pallas_kernels.implementation import (
 from pallas_kernels.kda.mixer_step import StepInputs, StepPools, StepWeights, kda_mixer_step
 from pallas_kernels.mla.paged_decode import mla_paged_decode
 from pallas_kernels.moe import experts
+from pallas_kernels.residual import residual_mix
 from pallas_kernels.shapes import ModelShape
 
 CPU = Device("cpu", "cpu")
@@ -227,6 +228,39 @@ def _experts(shape: ModelShape, rows: int, context: int) -> Case:
     )
 
 
+BANK = 8
+"""Earlier sums that the last layers of K3 mix: the most."""
+
+
+def _residual_mix(shape: ModelShape, rows: int, context: int) -> Case:
+    del context
+    width, dtype = shape.hidden, jnp.dtype(shape.activation_dtype)
+
+    def arguments(make: Maker) -> tuple[Any, ...]:
+        return (
+            [make.normal(dtype, rows, width) for _ in range(BANK)],
+            make.normal(dtype, rows, width),
+            make.normal(dtype, rows, width),
+            (make.normal(dtype, width), make.normal(dtype, width, scale=width**-0.5)),
+            make.normal(dtype, width),
+        )
+
+    def run(*arguments: Any, implementation: Implementation) -> Any:
+        bank, x, y, mix, weight = arguments
+        return residual_mix(bank, x, y, mix, weight, 1e-5, implementation=implementation), None
+
+    return Case(
+        name=f"residual_mix {rows} rows, {BANK + 1} sums",
+        op="residual_mix",
+        function=run,
+        arguments=arguments,
+        donated=(),
+        least_bytes=(rows * (BANK + 4) + 3) * width * dtype.itemsize,
+        operations=rows * (BANK + 1) * width * 8,
+        tolerance=4e-2,
+    )
+
+
 def _mxfp4(make: Maker, count: int, outputs: int, inputs: int) -> tuple[Any, Any]:
     """Random codes; scales that make weights of about 1/√inputs."""
     middle = 127 - round(math.log2(inputs) / 2) - 1
@@ -247,4 +281,5 @@ MAKERS: dict[str, Callable[[ModelShape, int, int], Case]] = {
     "kda_decode": _kda_decode,
     "mla_decode": _mla_decode,
     "experts": _experts,
+    "residual_mix": _residual_mix,
 }

@@ -49,13 +49,15 @@ def decode_step_parts(
     mla_layers: int,
     sparse_layers: int,
     other_weights: int,
+    mixed_sums: int,
     rows: int,
     context: int,
 ) -> list[Part]:
     """Bytes and operations of one decode step, each weight and state read once.
 
-    `other_weights` are those of dense matrices (bfloat16), used by every row. Experts in use are
-    the expected number of different ones under uniform routing.
+    `other_weights` are those of dense matrices (bfloat16), used by every row. `mixed_sums` counts
+    what residual mixes read and write, in hidden rows of bfloat16. Experts in use are the expected
+    number of different ones under uniform routing.
     """
     state = rows * shape.kda_heads * shape.kda_head**2
     width = shape.latent + shape.shared_key
@@ -73,6 +75,11 @@ def decode_step_parts(
             "routed experts",
             sparse_layers * used * expert * 17 // 32,
             sparse_layers * 2 * rows * shape.choices * expert,
+        ),
+        Part(
+            "residual mixes",
+            2 * rows * mixed_sums * shape.hidden,
+            8 * rows * mixed_sums * shape.hidden,
         ),
         Part("dense matrices", 2 * other_weights, 2 * rows * other_weights),
     ]

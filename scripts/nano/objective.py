@@ -10,10 +10,10 @@ from flax import struct
 from jaxtyping import Array, Float, Float32, Int32
 
 from k3jax.config import K3Config
-from k3jax.model.attn_res import mix
+from k3jax.model.attn_res import next_input
 from k3jax.model.backbone import embed, logits
 from k3jax.model.kda import kda
-from k3jax.model.layers import mlp, rms_norm
+from k3jax.model.layers import mlp
 from k3jax.model.mla import mla
 from k3jax.model.moe import moe, route
 from k3jax.model.params import K3Params, KDAParams, MoEParams
@@ -113,24 +113,22 @@ def hidden_states(
     spans = Spans.fresh(lengths)
     real = spans.token_mask(tokens.shape[1])
     x, bank, loads = embed(params, tokens), [], []
+    y: Array | None = None
     for number, layer in enumerate(params.layers):
-        h = x if layer.mixer_mix is None else mix(layer.mixer_mix, config, [*bank, x])
+        x, h = next_input(layer.mixer_mix, config, layer.mixer_norm, bank, x, y)
         restart = config.starts_depth_block(number)
         bank += [x] if restart else []
-        h = rms_norm(h, layer.mixer_norm, config.rms_norm_eps)
         mixer = kda if isinstance(layer.mixer, KDAParams) else mla
         y, _ = mixer(layer.mixer, config, h, spans, None)  # type: ignore[arg-type]
-        x = y if restart else x + y
-        h = x if layer.ffn_mix is None else mix(layer.ffn_mix, config, [*bank, x])
-        h = rms_norm(h, layer.ffn_norm, config.rms_norm_eps)
+        x, y = (y, None) if restart else (x, y)
+        x, h = next_input(layer.ffn_mix, config, layer.ffn_norm, bank, x, y)
         if isinstance(layer.ffn, MoEParams):
-            x = x + moe(layer.ffn, config, h, real)
+            y = moe(layer.ffn, config, h, real)
             loads.append(_loads(layer.ffn, config, h, real))
         else:
-            x = x + mlp(layer.ffn, config, h)
-    if params.final_mix is not None:
-        x = mix(params.final_mix, config, [*bank, x])
-    return rms_norm(x, params.final_norm, config.rms_norm_eps), jnp.stack(loads)
+            y = mlp(layer.ffn, config, h)
+    _, h = next_input(params.final_mix, config, params.final_norm, bank, x, y)
+    return h, jnp.stack(loads)
 
 
 def _loads(params: MoEParams, config: K3Config, h: Array, real: Array) -> Array:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from k3jax.config import K3Config
-from k3jax.model.attn_res import mix
 from k3jax.model.kda import kda
 from k3jax.model.layers import activation, mlp, rms_norm
 from k3jax.model.mla import mla
@@ -15,6 +14,7 @@ from k3jax.model.moe import moe, route
 from k3jax.model.params import ResidualMix
 from k3jax.state import Spans
 from k3jax.weights.hf import load
+from pallas_kernels.residual import mixture
 from tests.helpers import GOLDEN, K3_TINY, KIMI_LINEAR_TINY
 
 COMPONENTS = GOLDEN / "components"
@@ -92,12 +92,11 @@ def test_router_picks_the_released_experts_and_weights(case):
 @pytest.mark.parametrize("blocks", [0, 1, 3, 8])
 def test_residual_mix_matches_the_released_code(blocks):
     g = {k.removeprefix(f"nb{blocks}_"): v for k, v in golden("attn_res").items()}
-    config = replace(K3Config.from_hf(K3_TINY), rms_norm_eps=1e-5)
     candidates = [jnp.asarray(g["blocks"][:, i]) for i in range(blocks)] + [
         jnp.asarray(g["prefix"])
     ]
     params = ResidualMix(norm=jnp.asarray(g["norm"]), proj=jnp.asarray(g["proj"][0]))
-    assert_close(mix(params, config, candidates), g["out"])
+    assert_close(mixture(candidates, params.norm, params.proj, 1e-5), g["out"])
 
 
 def test_sublayers_match_the_released_code(model):

@@ -59,7 +59,7 @@ def after_a_step(tokens, plan):
 
 @pytest.mark.slow
 def test_a_step_with_kernels_equals_one_without():
-    tokens, ops = 1, ("kda_decode", "mla_decode", "experts")
+    tokens, ops = 1, ("kda_decode", "mla_decode", "experts", "residual_mix")
     plan = plan_kernels(CONFIG, Device("cpu", "cpu"), dict.fromkeys(ops, "interpret"), page_size=8)
     want, want_state = after_a_step(tokens, None)
     got, state = after_a_step(tokens, plan)
