@@ -129,13 +129,16 @@ def plan_kernels(
 def kernel_supports() -> dict[str, Callable[[ModelShape], Support]]:
     """Every op that has a kernel, with the rule for the shapes that it takes."""
     # Imported here because the ops ask this module what to run as.
-    from pallas_kernels.kda import mixer_step_gpu
+    from pallas_kernels.kda import mixer_step_gpu, prefill_gpu, verify_gpu
     from pallas_kernels.mla import paged_decode_gpu
     from pallas_kernels.moe import mxfp4_gpu
     from pallas_kernels.residual import mix_gpu
 
     return {
         "kda_decode": mixer_step_gpu.supports,
+        "kda_prefill": prefill_gpu.supports,
+        "kda_verify": verify_gpu.supports,
+        "kda_replay": verify_gpu.supports,
         "mla_decode": paged_decode_gpu.supports,
         "experts": mxfp4_gpu.supports,
         "residual_mix": mix_gpu.supports,

@@ -21,6 +21,7 @@ from pallas_kernels.kda import (
     log_decay_gate,
 )
 from pallas_kernels.kda.mixer_step import StepInputs, StepPools, StepWeights, kda_mixer_step
+from pallas_kernels.kda.prefill import kda_prefill
 
 Pools = tuple[Float32[Array, "slot head key value"], Float[Array, "slot tap channel"]]
 
@@ -60,9 +61,10 @@ def kda(
         bound,
     )
     beta = jax.nn.sigmoid(matmul(x, params.beta).astype(jnp.float32))
-    real = spans.token_mask(tokens)[..., None]
-    k, v, log_decay = (jnp.where(real[..., None], a, 0) for a in (k, v, log_decay))
-    beta = jnp.where(real, beta, 0)
+    if pools is None or tokens == 1:
+        real = spans.token_mask(tokens)[..., None]
+        k, v, log_decay = (jnp.where(real[..., None], a, 0) for a in (k, v, log_decay))
+        beta = jnp.where(real, beta, 0)
 
     if pools is None:
         o, _ = kda_chunk(q, k, v, log_decay, beta, None, log_decay_bound=bound)
@@ -81,10 +83,20 @@ def kda(
         o = o[:, None]
         pools = (matrices, write_slots(pools[1], writes, window))
     else:
-        initial = read_slots(pools[0], spans.read_slots)
-        o, final = kda_chunk(q, k, v, log_decay, beta, initial, log_decay_bound=bound)
         writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
-        pools = (write_slots(pools[0], writes, final), write_slots(pools[1], writes, window))
+        o, matrices = kda_prefill(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            jnp.asarray(spans.lengths),
+            pools[0],
+            jnp.asarray(spans.read_slots),
+            writes,
+            log_decay_bound=bound,
+        )
+        pools = (matrices, write_slots(pools[1], writes, window))
 
     gate = _output_gate(params, x).reshape(rows, tokens, heads, key)
     o = gated_rms_norm(o, gate, params.out_norm, config.rms_norm_eps).astype(x.dtype)

@@ -52,6 +52,100 @@ def kda_recurrent(
     return jnp.moveaxis(out, 0, 1), state
 
 
+def kda_prefill(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    lengths: Int[Array, "B"],
+    state_pool: Float[Array, "slots H K V"],
+    read_slots: Int[Array, "B"],
+    write_slots: Int[Array, "B"],
+    export_counts: Int[Array, "B"] | None = None,
+    export_slots: Int[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "slots H K V"]]:
+    """A span per row, from and to a pool of states: `prefill.kda_prefill` says what slots mean.
+
+    Rows are right-padded; what lies from ``lengths[b]`` on is ignored and its outputs are zero.
+    """
+    states = _read(state_pool, read_slots)
+    spans = [(lengths, write_slots, lengths >= 0)]
+    if export_counts is not None and export_slots is not None:
+        wanted = (export_counts >= 1) & (export_counts <= lengths)
+        spans.insert(0, (export_counts, export_slots, wanted))
+    out, pool = jnp.zeros(v.shape, jnp.float32), state_pool
+    for counts, slots, wanted in spans:
+        keep = jnp.arange(k.shape[1]) < counts[:, None]
+        q_in, k_in, v_in, decay_in = (
+            jnp.where(keep[..., None, None], x, 0) for x in (q, k, v, log_decay)
+        )
+        strength = jnp.where(keep[..., None], beta, 0)
+        out, after = kda_recurrent(q_in, k_in, v_in, decay_in, strength, states)
+        pool = _write(pool, jnp.where(wanted, slots, -1), after)
+    return out, pool
+
+
+def kda_verify(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    lengths: Int[Array, "B"],
+    state_pool: Float[Array, "slots H K V"],
+    read_slots: Int[Array, "B"],
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B T H V"]]:
+    """Outputs of a few tokens per row and what each would write, ``u_t = beta_t d``; no state.
+
+    With ``d`` as in ``kda_recurrent``. Zeros from ``lengths[b]`` on.
+    """
+    state, outs, writes = _read(state_pool, read_slots), [], []
+    for t in range(k.shape[1]):
+        real = (t < lengths)[:, None, None]
+        q_t, k_t, v_t, g_t = (
+            jnp.where(real, x[:, t].astype(jnp.float32), 0) for x in (q, k, v, log_decay)
+        )
+        beta_t = jnp.where(real, beta[:, t, :, None].astype(jnp.float32), 0)
+        state = state * jnp.exp(g_t)[..., None]
+        error = v_t - jnp.einsum("bhkv,bhk->bhv", state, k_t, precision=HIGHEST)
+        writes.append(beta_t * error)
+        state = state + k_t[..., None] * writes[-1][..., None, :]
+        outs.append(jnp.einsum("bhkv,bhk->bhv", state, q_t, precision=HIGHEST))
+    return jnp.stack(outs, axis=1), jnp.stack(writes, axis=1)
+
+
+def kda_replay(
+    writes: Float[Array, "B T H V"],
+    k: Float[Array, "B T H K"],
+    log_decay: Float[Array, "B T H K"],
+    counts: Int[Array, "B"],
+    state_pool: Float[Array, "slots H K V"],
+    read_slots: Int[Array, "B"],
+    write_slots: Int[Array, "B"],
+) -> Float[Array, "slots H K V"]:
+    """The pool after each row's first ``counts[b]`` tokens of what ``kda_verify`` recorded.
+
+    ``S ← diag(exp(log_decay_t)) S + k_t u_tᵀ`` for each; none leave the state that was read.
+    """
+    state = _read(state_pool, read_slots)
+    for t in range(k.shape[1]):
+        after = state * jnp.exp(log_decay[:, t])[..., None]
+        after = after + k[:, t, :, :, None] * writes[:, t, :, None, :]
+        state = jnp.where((t < counts)[:, None, None, None], after, state)
+    return _write(state_pool, write_slots, state)
+
+
+def _read(pool: Float[Array, "slots H K V"], slots: Int[Array, "B"]) -> Float[Array, "B H K V"]:
+    return jnp.where((slots < 0)[:, None, None, None], 0, jnp.take(pool, slots, 0, mode="clip"))
+
+
+def _write(
+    pool: Float[Array, "slots H K V"], slots: Int[Array, "B"], states: Float[Array, "B H K V"]
+) -> Float[Array, "slots H K V"]:
+    return pool.at[jnp.where(slots < 0, pool.shape[0], slots)].set(states, mode="drop")
+
+
 def short_conv(
     x: Float[Array, "B T C"],
     window: Float[Array, "B W-1 C"],

@@ -17,7 +17,10 @@ from pallas_kernels.implementation import (
     plan_kernels,
     use_plan,
 )
+from pallas_kernels.kda import l2_norm
 from pallas_kernels.kda.mixer_step import StepInputs, StepPools, StepWeights, kda_mixer_step
+from pallas_kernels.kda.prefill import Exports, kda_prefill
+from pallas_kernels.kda.verify import MAX_TOKENS, Trace, kda_replay, kda_verify
 from pallas_kernels.mla.paged_decode import mla_paged_decode
 from pallas_kernels.moe import experts
 from pallas_kernels.residual import residual_mix
@@ -159,6 +162,122 @@ def _kda_decode(shape: ModelShape, rows: int, context: int) -> Case:
     )
 
 
+SPAN_TOKENS = 2048
+"""Tokens of all prefilled rows together, but for whole chunks."""
+
+
+def _kda_prefill(shape: ModelShape, rows: int, context: int) -> Case:
+    heads, key, dtype = shape.kda_heads, shape.kda_head, jnp.dtype(shape.activation_dtype)
+    tokens = min(context, max(64, SPAN_TOKENS // rows))
+    slot = np.arange(rows, dtype=np.int32)
+
+    def arguments(make: Maker) -> tuple[Any, ...]:
+        return (
+            _kda_tokens(make, dtype, rows, tokens, heads, key),
+            make.given(np.full(rows, tokens, np.int32)),
+            make.normal("float32", 3 * rows, heads, key, key),
+            make.given(slot),
+            make.given(slot + rows),
+            Exports(make.given(np.full(rows, tokens // 2, np.int32)), make.given(slot + 2 * rows)),
+        )
+
+    def run(inputs: Any, *rest: Any, implementation: Implementation) -> Any:
+        *slots, exports = rest
+        return kda_prefill(
+            *_kda_prepared(inputs), *slots, exports=exports, log_decay_bound=-5.0,
+            implementation=implementation,
+        )  # fmt: skip
+
+    states = 3 * rows * heads * key * key * 4
+    vectors = rows * tokens * heads * key * (4 * dtype.itemsize + 4)
+    return Case(
+        name=f"kda_prefill {rows} rows of {tokens} tokens",
+        op="kda_prefill",
+        function=run,
+        arguments=arguments,
+        donated=(2,),
+        least_bytes=states + vectors,
+        # Per token and head: three products with the state, four of a chunk's width.
+        operations=2 * rows * tokens * heads * key * (3 * key + 4 * 64),
+        tolerance=3e-2,
+    )
+
+
+def _kda_verify(shape: ModelShape, rows: int, context: int) -> Case:
+    del context
+    heads, key, dtype = shape.kda_heads, shape.kda_head, jnp.dtype(shape.activation_dtype)
+    slot = np.arange(rows, dtype=np.int32)
+
+    def arguments(make: Maker) -> tuple[Any, ...]:
+        return (
+            _kda_tokens(make, dtype, rows, MAX_TOKENS, heads, key),
+            make.given(np.full(rows, MAX_TOKENS, np.int32)),
+            make.normal("float32", rows, heads, key, key),
+            make.given(slot),
+        )
+
+    def run(inputs: Any, *rest: Any, implementation: Implementation) -> Any:
+        return kda_verify(*_kda_prepared(inputs), *rest, implementation=implementation), None
+
+    vectors = rows * MAX_TOKENS * heads * key
+    return Case(
+        name=f"kda_verify {rows} rows of {MAX_TOKENS} tokens",
+        op="kda_verify",
+        function=run,
+        arguments=arguments,
+        donated=(),
+        least_bytes=rows * heads * key * key * 4 + vectors * (4 * dtype.itemsize + 16),
+        operations=7 * vectors * key,
+        tolerance=1e-4,
+    )
+
+
+def _kda_replay(shape: ModelShape, rows: int, context: int) -> Case:
+    del context
+    heads, key = shape.kda_heads, shape.kda_head
+    by_token = (rows, MAX_TOKENS, heads, key)
+    slot = np.arange(rows, dtype=np.int32)
+
+    def arguments(make: Maker) -> tuple[Any, ...]:
+        trace = Trace(*(make.normal("float32", *by_token, scale=key**-0.5) for _ in range(3)))
+        return (
+            trace,
+            make.given(np.full(rows, MAX_TOKENS, np.int32)),
+            make.normal("float32", 2 * rows, heads, key, key),
+            make.given(slot),
+            make.given(slot + rows),
+        )
+
+    def run(trace: Any, *rest: Any, implementation: Implementation) -> Any:
+        trace = trace._replace(log_decay=-jnp.abs(trace.log_decay))
+        return None, kda_replay(trace, *rest, implementation=implementation)
+
+    vectors = rows * MAX_TOKENS * heads * key
+    return Case(
+        name=f"kda_replay {rows} rows of {MAX_TOKENS} tokens",
+        op="kda_replay",
+        function=run,
+        arguments=arguments,
+        donated=(2,),
+        least_bytes=2 * rows * heads * key * key * 4 + 3 * vectors * 4,
+        operations=3 * vectors * key,
+        tolerance=1e-4,
+    )
+
+
+def _kda_tokens(make: Maker, dtype: Any, rows: int, tokens: int, heads: int, key: int) -> Any:
+    """Queries, keys, values, decay and write strength as the convolution and projections give."""
+    by_key = (rows, tokens, heads, key)
+    return (*(make.normal(dtype, *by_key) for _ in range(4)), make.normal(dtype, *by_key[:3]))
+
+
+def _kda_prepared(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    q, k, v, decay, beta = inputs
+    log_decay = -5.0 * jax.nn.sigmoid(decay.astype(jnp.float32))
+    strength = jax.nn.sigmoid(beta.astype(jnp.float32))
+    return l2_norm(q) * q.shape[-1] ** -0.5, l2_norm(k), v, log_decay, strength
+
+
 def _mla_decode(shape: ModelShape, rows: int, context: int) -> Case:
     heads, latent, page = shape.mla_heads, shape.latent, shape.page_size
     width = latent + shape.shared_key
@@ -279,6 +398,9 @@ def _situ(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 MAKERS: dict[str, Callable[[ModelShape, int, int], Case]] = {
     "kda_decode": _kda_decode,
+    "kda_prefill": _kda_prefill,
+    "kda_verify": _kda_verify,
+    "kda_replay": _kda_replay,
     "mla_decode": _mla_decode,
     "experts": _experts,
     "residual_mix": _residual_mix,
