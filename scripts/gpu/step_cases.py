@@ -28,9 +28,9 @@ MODELS = {"k3": configs.k3, "kimi-linear": configs.kimi_linear_48b}
 KNOWN_DECODE_MOVES = 2
 """Of activations, at several rows: experts' inner values turned to rows of planes between their two
 products, and what attention has mixed rounded to bfloat16. None at one row."""
-KNOWN_PREFILL_MOVES = 5
-"""XLA's forms turn an input of each KDA layer, and queries and values of attention, to heads first;
-the experts' inner values as in decoding."""
+KNOWN_PREFILL_MOVES = 3
+"""XLA's form turns queries and values of attention to heads first; the experts' inner values as in
+decoding."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _step(config: K3Config, rows: int, context: int, tokens: int) -> StepCase:
     inputs = step_inputs(config, rows, context, tokens, page)
     state = jax.eval_shape(lambda: new_state(config, inputs, page))
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), inputs)
-    elsewhere = ("_prefill", "_verify") if tokens == 1 else ("_decode", "_verify")
+    elsewhere = ("_verify", "_replay", "_prefill" if tokens == 1 else "_decode")
     kind = "decode" if tokens == 1 else "prefill"
     length = "" if tokens == 1 else f" of {tokens} tokens"
     known = KNOWN_PREFILL_MOVES if tokens > 1 else KNOWN_DECODE_MOVES if rows > 1 else 0
