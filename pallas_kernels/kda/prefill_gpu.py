@@ -34,7 +34,11 @@ COLUMNS = 64
 
 
 def supports(shape: ModelShape) -> Support:
-    """Heads of 64 or 128 channels, as matrix products take 64 rows."""
+    """bfloat16, as products round to it; heads of 64 or 128 channels, as products take 64 rows."""
+    if shape.activation_dtype != "bfloat16":
+        return Support(
+            False, f"activations are {shape.activation_dtype}; the kernel multiplies bfloat16"
+        )
     if shape.kda_head not in (64, 128):
         return Support(
             False, f"a KDA head of {shape.kda_head} channels; the kernel takes 64 or 128"

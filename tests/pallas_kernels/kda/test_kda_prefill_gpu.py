@@ -1,5 +1,6 @@
 """Spans from slot to slot equal the equations, as XLA and as interpreted kernels, without races."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.implementation import Implementation
-from pallas_kernels.kda import reference
+from pallas_kernels.kda import prefill_gpu, reference
 from pallas_kernels.kda.prefill import Exports, kda_prefill
+from pallas_kernels.shapes import K3
 from tests.pallas_kernels.interpreter import no_races
 from tests.pallas_kernels.kda.oracle import kda_inputs, relative_error
 
@@ -127,6 +129,16 @@ def test_the_donated_pool_is_updated_in_place():
     assert text is not None and memory is not None
     assert "input_output_alias={ {1}: (6, {}" in text
     assert memory.temp_size_in_bytes < 97 * 2 * 16 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"activation_dtype": "float32"}, "are float32"), ({"kda_head": 32}, "head of 32 channels")],
+)
+def test_shapes_that_the_kernel_does_not_take_have_a_reason(change, reason):
+    assert prefill_gpu.supports(K3).ok
+    support = prefill_gpu.supports(dataclasses.replace(K3, **change))
+    assert not support.ok and reason in support.reason
 
 
 @pytest.mark.parametrize(
