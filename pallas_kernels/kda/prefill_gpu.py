@@ -15,6 +15,7 @@ Axes: ``B`` rows, ``T`` tokens, ``H`` heads, ``N`` chunks, ``C`` tokens of a chu
 channels, ``V`` value channels.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ def supports(shape: ModelShape) -> Support:
     return Support(True, f"{shape.kda_heads} KDA heads of {shape.kda_head} channels fit")
 
 
+@functools.partial(jax.jit, static_argnames=("log_decay_bound", "interpret"))
 def kda_prefill(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],

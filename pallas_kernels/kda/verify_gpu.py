@@ -7,6 +7,7 @@ through the tokens in order as a decoding step does. Replaying writes it once, i
 Axes: ``B`` rows, ``T`` tokens, ``H`` heads, ``K`` key channels, ``V`` value channels.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ def supports(shape: ModelShape) -> Support:
     return Support(True, f"{shape.kda_heads} KDA heads of {shape.kda_head} channels fit")
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def kda_verify(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -87,6 +89,7 @@ def kda_verify(
     return out, writes
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def kda_replay(
     writes: Float[Array, "B T H V"],
     k: Float[Array, "B T H K"],
