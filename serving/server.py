@@ -130,6 +130,11 @@ class Service:
                 self._say(f"  {'gateway':<10} {time.perf_counter() - start:>7.1f} s")
             yield gateway
 
+    @property
+    def addresses(self) -> list[str]:
+        """`HOST:PORT` of every worker's gRPC side, once started."""
+        return [worker.options.listen for worker in self._workers]
+
     def _gateway(self, http: str) -> Gateway:
         options = self._options
         host, port = split_address(http)

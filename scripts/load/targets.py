@@ -22,6 +22,7 @@ class Sample:
     arrivals: list[float] = field(default_factory=list)
     tokens: int = 0
     text: str = ""
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     queue: float | None = None
     error: str = ""
@@ -52,6 +53,7 @@ class Native:
             for token in generation:
                 sample.arrivals.append(time.perf_counter())
                 ids.append(token)
+            sample.prompt_tokens = generation.prompt_tokens
             sample.cached_tokens = generation.cached_tokens
             sample.queue = generation.times.get("queue")
         except (ValueError, ConnectionError) as error:
@@ -92,6 +94,7 @@ class Http:
                     sample.text += delta
                 if chunk.usage is not None:
                     sample.tokens = chunk.usage.completion_tokens
+                    sample.prompt_tokens = chunk.usage.prompt_tokens
                     details = chunk.usage.prompt_tokens_details
                     sample.cached_tokens = (details.cached_tokens or 0) if details else 0
         except OpenAIError as error:

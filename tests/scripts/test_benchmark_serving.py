@@ -1,13 +1,18 @@
 """The load generator: it sends what it says, and its figures are those of the samples."""
 
+from pathlib import Path
+
 import pytest
 
-from scripts.benchmark_serving import closed_loop, open_loop
+from k3jax.chat.tokenizer import Tokenizer
+from scripts.benchmark_serving import _talks, closed_loop, fixed_loop, open_loop
 from scripts.load.conversations import Shape, first_messages
+from scripts.load.own_service import BareEngine, _tokens
 from scripts.load.report import Objective, percentile, summarize, sustainable
-from scripts.load.targets import Http, Native, Sample
+from scripts.load.targets import NO_THINKING, Http, Native, Sample
+from scripts.nano.vocabulary import write
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.running import running_gateway, running_worker
+from tests.serving.running import nano, running_gateway, running_worker
 
 OBJECTIVE = Objective(ttft=0.5, tpot=0.1)
 
@@ -89,3 +94,46 @@ def test_open_loop_does_not_wait_for_the_earlier_ones():
     spans = sorted((s.sent, s.arrivals[-1]) for s in samples)
     assert len(samples) == 5
     assert spans[1][0] < spans[0][1]
+
+
+def test_same_conversations_go_to_every_way_in():
+    talks = [[{"role": "user", "content": f"Number {i}"}] for i in range(5)]
+    with running_worker(FakeEngine) as worker:
+        samples, seconds = fixed_loop(Native(worker.address), talks, 6, 2)
+
+    assert [s.tokens for s in samples] == [6] * 5
+    assert seconds > 0
+
+
+@pytest.mark.parametrize("tokens", [64, 131])
+def test_prompts_come_close_to_the_length_that_was_asked_for(tokens: int):
+    model = nano().text
+
+    talks = _talks(model, tokens, 3, seed=2)
+
+    lengths = [len(model.chat_prompt(talk, NO_THINKING).tokens) for talk in talks]
+    assert len(talks) == len({str(talk) for talk in talks}) == 3
+    assert all(tokens <= length < tokens + 8 for length in lengths)
+
+
+def test_benchmark_model_speaks_like_the_bundled_one(tmp_path: Path):
+    write(tmp_path, _tokens(16128))
+
+    tokenizer, bundled = Tokenizer.from_dir(tmp_path), nano().text.tokenizer
+
+    assert tokenizer.vocab_size == 16384
+    text = "Notes: queen=black, egg=Berlin"
+    assert tokenizer.encode(text) == bundled.encode(text)
+    assert tokenizer.special_ids["<|open|>"] == 16128 + 3
+
+
+def test_bare_engine_answers_every_conversation():
+    engine = FakeEngine()
+    bare = BareEngine(engine, nano().text)
+    talks = _talks(bare.model, 40, 5, seed=1)
+
+    samples, seconds = bare.run(talks, 4, 2)
+
+    assert [s.tokens for s in samples] == [4] * 5
+    assert engine.steps == 12  # two at a time
+    assert seconds > 0
