@@ -38,7 +38,9 @@ class LoadMeter:
     def read(self) -> pb.SchedulerLoad:
         """The load now."""
         stats = self._loop.stats
-        used = stats.pages_total - stats.pages_free
+        # A router takes a worker whose usage is high for overloaded. Neither full rows nor pages of
+        # cached prefixes, which make way for requests, are a reason to send a conversation away.
+        used = stats.pages_running
         return pb.SchedulerLoad(
             num_running_reqs=stats.running,
             num_waiting_reqs=stats.waiting,
@@ -48,7 +50,7 @@ class LoadMeter:
             max_running_requests=self._max_rows,
             num_waiting_uncached_tokens=self._loop.waiting_prompt_tokens,
             token_usage=used / max(1, stats.pages_total),
-            active_token_usage=stats.running / self._max_rows,
+            active_token_usage=used / max(1, stats.pages_total),
             gen_throughput=self.tokens_per_second(),
             cache_hit_rate=stats.hit_tokens / max(1, stats.query_tokens),
             utilization=stats.running / self._max_rows,

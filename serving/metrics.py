@@ -59,7 +59,7 @@ class Metrics:
         gauges = {
             "vllm:num_requests_running": stats.running,
             "vllm:num_requests_waiting": stats.waiting,
-            "vllm:kv_cache_usage_perc": 1 - stats.pages_free / max(1, stats.pages_total),
+            "vllm:kv_cache_usage_perc": stats.pages_running / max(1, stats.pages_total),
         }
         gauges |= {
             "k3jax:compiled_programs": self._compiled.total,

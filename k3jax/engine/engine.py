@@ -88,6 +88,8 @@ class EngineStats:
     preemptions: int
     steps: int
     state_bytes: int
+    pages_running: int = 0
+    """Of running sequences; pages of cached prefixes can be had by whoever needs them."""
     host_entries: int = 0
     """Resumable prefixes in host memory."""
     host_bytes: int = 0
@@ -291,6 +293,7 @@ class Engine:
             waiting_tokens=sum(len(s.tokens) for s in waiting),
             pages_total=store.pages.size,
             pages_free=store.pages.num_free,
+            pages_running=min(store.pages.size, sum(len(s.pages) for s in self.scheduler.running)),
             slots_total=store.slots.size,
             slots_free=store.slots.num_free,
             checkpoints=sum(1 for _ in store.tree.entries()),

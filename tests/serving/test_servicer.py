@@ -334,6 +334,8 @@ def test_loads_count_running_and_waiting_requests(slow: tuple[RunningWorker, Fak
     assert eventually(lambda: (load().num_running_reqs, load().num_waiting_reqs) == (3, 1))
     assert load().num_waiting_uncached_tokens == 11
     assert load().gen_throughput > 0
+    # The cache is full of prefixes, which is no reason to send anybody away.
+    assert load().token_usage == load().active_token_usage == pytest.approx(0.03)
     for call in calls:
         call.cancel()
 
