@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,15 @@ from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.sequence import NO_SLOT, Row, Sequence, StepPlan
 from k3jax.engine.step import ImageInputs, StepInputs
 from k3jax.state import Spans
+
+
+class _ByRow(NamedTuple):
+    """What is known of a step's rows by their lanes alone."""
+
+    lanes: Any
+    sampling: SamplingInputs
+    """`generated` is not of it."""
+    wants_logprobs: Any
 
 
 class Packer:
@@ -44,6 +55,7 @@ class Packer:
         self._wants = np.zeros(max_rows + 1, np.bool_)
         self._words = -(-config.vocab_size // 32)
         self._anything: dict[int, jax.Array] = {}
+        self._by_row: tuple[bytes, _ByRow] | None = None
 
     @property
     def context_pages(self) -> list[int]:
@@ -60,6 +72,7 @@ class Packer:
         ):
             column[lane] = value[0]
         self._wants[lane] = sampling.logprobs is not None
+        self._by_row = None
 
     def pack(self, plan: StepPlan) -> StepInputs:
         """The arrays of one step."""
@@ -125,7 +138,7 @@ class Packer:
         lengths, starts, reads, writes, generated = np.ascontiguousarray(numbers)
         lane = np.array([*lanes, *[self._padding] * padding], np.int32)
         pages = next(n for n in self._contexts if n * self._page_size >= context)
-        sampling = jax.tree.map(lambda column: column[lane], self._sampling)
+        by_row = self._lane_values(lane)
         return StepInputs(
             tokens=tokens,
             spans=Spans(
@@ -135,17 +148,27 @@ class Packer:
                 write_slots=writes,
                 page_table=self._table[lane, :pages],
             ),
-            lanes=lane,
+            lanes=by_row.lanes,
             emits=np.array([*emits, *[False] * padding], np.bool_),
-            sampling=sampling.replace(generated=generated),
+            sampling=by_row.sampling.replace(generated=generated),
             decodes=np.array([*decodes, *[False] * padding], np.bool_),
             page_copies=None
             if copies is None
             else np.array([*copies, *[(-1, 0)] * padding], np.int32),
             masks=masks,
-            wants_logprobs=self._wants[lane],
+            wants_logprobs=by_row.wants_logprobs,
             images=images,
         )
+
+    def _lane_values(self, lane: np.ndarray) -> _ByRow:
+        """What the rows' lanes say; on the device already while the same rows go on decoding."""
+        key = lane.tobytes()
+        if self._by_row is None or self._by_row[0] != key:
+            values = _ByRow(
+                lane, jax.tree.map(lambda column: column[lane], self._sampling), self._wants[lane]
+            )
+            self._by_row = key, jax.device_put(values)
+        return self._by_row[1]
 
     def _note_pages(self, row: Row) -> None:
         sequence = row.sequence
