@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from k3jax.engine.engine import CacheChange, EngineStats, QueueFull, StepFailed
+from k3jax.engine.engine import CacheChange, QueueFull, StepFailed
 from k3jax.engine.request import FinishReason, Request, TokenEvent
+from k3jax.engine.stats import EngineStats
 
 log = logging.getLogger("k3jax.serving.engine")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,23 +19,22 @@ from k3jax.cache.offload import HostTier
 from k3jax.cache.prefix import PrefixEntry
 from k3jax.cache.store import PrefixStore
 from k3jax.config import K3Config
+from k3jax.engine.arrival import choices_of
 from k3jax.engine.batch import Packer
 from k3jax.engine.checks import checked_request
 from k3jax.engine.engine_config import EngineConfig
+from k3jax.engine.events import last_event, token_event, wanted_logprobs
 from k3jax.engine.kernel_plan import kernel_plan
 from k3jax.engine.prefix_copies import read_prefix, write_prefix
 from k3jax.engine.request import (
-    MAX_SEED,
     FinishReason,
     Request,
-    RequestTiming,
-    SamplingParams,
     TokenEvent,
-    TokenLogprobs,
 )
 from k3jax.engine.sampling import TokenHistory
 from k3jax.engine.scheduler import Scheduler, SchedulerConfig
 from k3jax.engine.sequence import Emission, Phase, Sequence, StepPlan
+from k3jax.engine.stats import EngineStats
 from k3jax.engine.step import StepInputs, StepOutput, StepState, jitted_history, jitted_step
 from k3jax.model.params import K3Params
 from k3jax.state import DecodeState
@@ -63,39 +61,6 @@ class CacheChange:
 
     tokens: tuple[int, ...]
     stored: bool
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine holds and has done."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    """Prompt tokens of waiting sequences."""
-    pages_total: int
-    pages_free: int
-    slots_total: int
-    slots_free: int
-    checkpoints: int
-    """Resumable prefixes in the cache."""
-    queries: int
-    hits: int
-    query_tokens: int
-    hit_tokens: int
-    misses: dict[str, int]
-    evictions: dict[str, int]
-    preemptions: int
-    steps: int
-    state_bytes: int
-    pages_running: int = 0
-    """Of running sequences; pages of cached prefixes can be had by whoever needs them."""
-    host_entries: int = 0
-    """Resumable prefixes in host memory."""
-    host_bytes: int = 0
-    host_hits: int = 0
-    """Prefixes brought back from host memory."""
-    host_hit_tokens: int = 0
 
 
 class Engine:
@@ -172,41 +137,21 @@ class Engine:
         )
         if request.id in self._live:
             raise ValueError(f"request {request.id!r} is already running")
-        budget = min(request.sampling.max_tokens, settings.max_context - len(request.prompt))
-        if len(self.scheduler.waiting) + request.n > self.settings.max_waiting:
+        if len(self.scheduler.waiting) + request.n > settings.max_waiting:
             raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
-        keys = self._cache_keys(request)
-        stop_ids = frozenset(request.sampling.stop_ids)
-        if not request.sampling.ignore_eos:
-            stop_ids |= frozenset(self.config.eos_token_ids)
-        now, leader = time.monotonic(), None
-        try:
-            constraints = [
-                request.constraint and request.constraint.fork() for _ in range(request.n)
-            ]
-        except Exception as error:
-            raise ValueError(f"request {request.id!r}: its constraint raised {error!r}") from error
-        for choice, constraint in enumerate(constraints):
-            tokens = list(request.prompt)
-            sequence = Sequence(
-                request,
-                choice,
-                _sampling_of(request, choice),
-                self._arrivals,
-                budget,
-                stop_ids,
-                tokens,
-                tokens if keys is None else list(keys),
-                constraint,
-                leader=leader,
-                submitted=now,
-            )
-            self._arrivals += 1
-            if budget == 0:
+        choices = choices_of(
+            request,
+            self.config,
+            max_context=settings.max_context,
+            share_prompt=settings.prefix_cache,
+            arrival=self._arrivals,
+        )
+        self._arrivals += len(choices)
+        for sequence in choices:
+            if sequence.budget == 0:
                 sequence.phase = Phase.FINISHED
-                self._events.append(_last_event(sequence, FinishReason.LENGTH, now))
+                self._events.append(last_event(sequence, FinishReason.LENGTH, sequence.submitted))
                 continue
-            leader = leader or (sequence if self.settings.prefix_cache else None)
             self._live.setdefault(request.id, []).append(sequence)
             self.scheduler.add(sequence)
 
@@ -218,8 +163,7 @@ class Engine:
         sequences = self._live.pop(request_id, [])
         for sequence in sequences:
             self.scheduler.abort(sequence)
-            event = _last_event(sequence, reason, time.monotonic())
-            self._events.append(dataclasses.replace(event, error=error))
+            self._events.append(last_event(sequence, reason, time.monotonic(), error=error))
         return bool(sequences)
 
     def _break(self, sequence: Sequence, error: Exception) -> None:
@@ -285,32 +229,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts at this moment."""
-        store, counters = self.store, self.store.counters
-        waiting = self.scheduler.waiting
-        return EngineStats(
-            running=len(self.scheduler.running),
-            waiting=len(waiting),
-            waiting_tokens=sum(len(s.tokens) for s in waiting),
-            pages_total=store.pages.size,
-            pages_free=store.pages.num_free,
-            pages_running=min(store.pages.size, sum(len(s.pages) for s in self.scheduler.running)),
-            slots_total=store.slots.size,
-            slots_free=store.slots.num_free,
-            checkpoints=sum(1 for _ in store.tree.entries()),
-            queries=counters.queries,
-            hits=counters.hits,
-            query_tokens=counters.query_tokens,
-            hit_tokens=counters.hit_tokens,
-            misses=dict(counters.misses),
-            evictions=dict(store.tree.evictions),
-            preemptions=self.scheduler.preemptions,
-            steps=self._steps,
-            state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state)),
-            host_entries=0 if self.host is None else len(self.host),
-            host_bytes=0 if self.host is None else self.host.nbytes,
-            host_hits=0 if self.host is None else self.host.counters.hits,
-            host_hit_tokens=0 if self.host is None else self.host.counters.hit_tokens,
-        )
+        return EngineStats.of(self.scheduler, self.host, self.state, self._steps)
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes, those in host memory too."""
@@ -394,15 +313,11 @@ class Engine:
         sequence, token = emission.sequence, emission.token
         if sequence.first_token is None:
             sequence.first_token = now
-        logprobs, wanted = None, sequence.sampling.logprobs
-        if wanted is not None:
-            chosen, ids, values = (array[emission.row] for array in found)
-            top = zip(ids[:wanted].tolist(), values[:wanted].tolist(), strict=True)
-            logprobs = TokenLogprobs(float(chosen), tuple(top))
+        logprobs = wanted_logprobs(emission, found)
         if emission.finish_reason is None:
-            return _token_event(sequence, token, logprobs)
+            return token_event(sequence, token, logprobs)
         self._forget(sequence)
-        return _last_event(sequence, emission.finish_reason, now, token, logprobs)
+        return last_event(sequence, emission.finish_reason, now, token, logprobs)
 
     def _forget(self, sequence: Sequence) -> None:
         rest = [s for s in self._live.get(sequence.request.id, []) if s is not sequence]
@@ -502,59 +417,5 @@ class Engine:
         arrays = jax.device_get(self._read_prefix(0, [0] * PAGES_AT_ONCE))
         self._write_prefix(-1, [-1] * PAGES_AT_ONCE, arrays)
 
-    def _cache_keys(self, request: Request) -> list[int] | None:
-        """The prompt with every media token replaced by what it shows, or None without images."""
-        if request.images is None or self.config.vision is None:
-            return None
-        features = np.ascontiguousarray(request.images.features)
-        keys, number = list(request.prompt), 0
-        for position, token in enumerate(keys):
-            if token == self.config.vision.media_token_id:
-                digest = hashlib.blake2b(features[number].tobytes(), digest_size=7).digest()
-                keys[position] = -1 - int.from_bytes(digest, "little")
-                number += 1
-        return keys
-
     def _note_change(self, entry: PrefixEntry, stored: bool) -> None:
         self._changes.append(CacheChange(entry.tokens, stored))
-
-
-def _sampling_of(request: Request, choice: int) -> SamplingParams:
-    """Choice k draws with seed + k, which starts again at 0 after the largest seed."""
-    seed = (int(request.sampling.seed) + choice) % (MAX_SEED + 1)
-    return dataclasses.replace(request.sampling, seed=seed)
-
-
-def _token_event(
-    sequence: Sequence, token: int | None, logprobs: TokenLogprobs | None
-) -> TokenEvent:
-    return TokenEvent(
-        request_id=sequence.request.id,
-        choice=sequence.choice,
-        token=token,
-        logprobs=logprobs,
-        finish_reason=None,
-        prompt_tokens=sequence.num_prompt,
-        cached_tokens=sequence.cached_tokens or 0,
-        timing=None,
-    )
-
-
-def _last_event(
-    sequence: Sequence,
-    reason: FinishReason,
-    now: float,
-    token: int | None = None,
-    logprobs: TokenLogprobs | None = None,
-) -> TokenEvent:
-    """The event that ends a choice; with times if it has produced anything."""
-    timing = None
-    if sequence.admitted is not None and sequence.first_token is not None:
-        timing = RequestTiming(
-            submitted=sequence.submitted,
-            admitted=sequence.admitted,
-            first_token=sequence.first_token,
-            finished=now,
-        )
-    event = _token_event(sequence, token, logprobs)
-    return dataclasses.replace(event, finish_reason=reason, timing=timing)

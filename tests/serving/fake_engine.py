@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from k3jax.engine.engine import CacheChange, EngineStats, QueueFull, StepFailed
+from k3jax.engine.engine import CacheChange, QueueFull, StepFailed
 from k3jax.engine.request import (
     FinishReason,
     Request,
@@ -15,6 +15,7 @@ from k3jax.engine.request import (
     TokenEvent,
     TokenLogprobs,
 )
+from k3jax.engine.stats import EngineStats
 
 Script = Callable[[Request, int], Sequence[int]]
 
