@@ -130,7 +130,7 @@ def kernel_supports() -> dict[str, Callable[[ModelShape], Support]]:
     """Every op that has a kernel, with the rule for the shapes that it takes."""
     # Imported here because the ops ask this module what to run as.
     from pallas_kernels.kda import mixer_step_gpu, prefill_gpu, verify_gpu
-    from pallas_kernels.mla import paged_decode_gpu
+    from pallas_kernels.mla import expanded_gpu, paged_decode_gpu
     from pallas_kernels.moe import mxfp4_gpu
     from pallas_kernels.residual import mix_gpu
 
@@ -140,6 +140,7 @@ def kernel_supports() -> dict[str, Callable[[ModelShape], Support]]:
         "kda_verify": verify_gpu.supports,
         "kda_replay": verify_gpu.supports,
         "mla_decode": paged_decode_gpu.supports,
+        "mla_prefill": expanded_gpu.supports,
         "experts": mxfp4_gpu.supports,
         "residual_mix": mix_gpu.supports,
     }

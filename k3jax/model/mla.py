@@ -12,9 +12,9 @@ from k3jax.model.params import MLAParams
 from k3jax.quant import matmul
 from k3jax.state import latent
 from k3jax.state.spans import Spans
-from pallas_kernels.implementation import Implementation, chosen
-from pallas_kernels.mla import mla_absorbed, mla_expanded, mla_paged, prefers_expanded
+from pallas_kernels.mla import mla_absorbed, mla_expanded, prefers_expanded
 from pallas_kernels.mla.paged_decode import MAX_TOKENS, mla_paged_decode
+from pallas_kernels.mla.paged_prefill import mla_paged_prefill
 
 
 def mla(
@@ -47,8 +47,7 @@ def mla(
         o = _attend_within(q, jnp.where(real, latents, 0), kv_up, jnp.zeros_like(spans.starts))
     else:
         pages = latent.append(pages, spans, latents)
-        few = tokens <= MAX_TOKENS and chosen("mla_decode") is not Implementation.XLA
-        attend = mla_paged_decode if few else mla_paged
+        attend = mla_paged_decode if tokens <= MAX_TOKENS else mla_paged_prefill
         o = attend(
             q,
             pages,

@@ -2,6 +2,7 @@
 
 import math
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -38,10 +39,29 @@ def mla_paged_decode(
     `parts` cuts every context for the kernel; None chooses. `implementation` None asks the plan in
     use for "mla_decode".
     """
-    _check(q, pages, kv_up, page_table, starts, lengths)
+    if q.ndim != 4 or not 1 <= q.shape[1] <= MAX_TOKENS:
+        raise ValueError(f"q has shape {q.shape}; it must be [row, 1 to {MAX_TOKENS}, head, query]")
+    check_paged(q, pages, kv_up, page_table, starts, lengths)
     runs = chosen("mla_decode") if implementation is None else implementation
     if runs is Implementation.XLA:
         return mla_paged(q, pages, kv_up, page_table, starts, lengths)
+    return paged_absorbed(
+        q, pages, kv_up, page_table, starts, lengths, parts=parts, interpret=runs.interpret
+    )
+
+
+def paged_absorbed(
+    q: Float[Array, "row token head query"],
+    pages: Float[Array, "page position latent"],
+    kv_up: Float[Array, "head out latent"],
+    page_table: Int[Array, "row page"],
+    starts: Int[Array, "row"],
+    lengths: Int[Array, "row"],
+    *,
+    parts: int | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "row token head value"]:
+    """`mla_paged_decode` by the kernel, for any number of tokens."""
     rows, tokens, heads, _ = q.shape
     latent = kv_up.shape[2]
     nope = q.shape[-1] - (pages.shape[2] - latent)
@@ -67,18 +87,19 @@ def mla_paged_decode(
             latent=latent,
             scale=1.0 / math.sqrt(q.shape[-1]),
             parts=parts,
-            interpret=runs.interpret,
+            interpret=interpret,
         )
     )
     mixed = mixed[:, : tokens * heads].reshape(rows, tokens, heads, latent).astype(q.dtype)
     return jnp.einsum("bthr,hvr->bthv", mixed, kv_up[:, nope:])
 
 
-def _check(
+def check_paged(
     q: Array, pages: Array, kv_up: Array, page_table: Array, starts: Array, lengths: Array
 ) -> None:
-    if q.ndim != 4 or not 1 <= q.shape[1] <= MAX_TOKENS:
-        raise ValueError(f"q has shape {q.shape}; it must be [row, 1 to {MAX_TOKENS}, head, query]")
+    """Raises ValueError naming the argument whose shape does not fit the others."""
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {q.shape}; it must be [row, token, head, query]")
     shared = pages.shape[2] - kv_up.shape[2]
     if not 0 <= shared < q.shape[-1] or kv_up.shape[1] <= q.shape[-1] - shared:
         raise ValueError(

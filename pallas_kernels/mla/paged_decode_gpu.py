@@ -33,23 +33,28 @@ LANES = lanes(jnp.bfloat16)
 
 def supports(shape: ModelShape) -> Support:
     """bfloat16, latents by whole swizzled rows, pages that tile 64 positions."""
-    width = shape.latent + shape.shared_key
     if shape.activation_dtype != "bfloat16":
         return Support(False, f"latents are {shape.activation_dtype}; the kernel takes bfloat16")
-    if shape.latent % (2 * LANES) or width % LANES:
+    return takes(shape.latent, shape.shared_key, shape.page_size)
+
+
+def takes(latent: int, shared: int, page_size: int) -> Support:
+    """The rules of `supports` for bfloat16 pages."""
+    width = latent + shared
+    if latent % (2 * LANES) or width % LANES:
         return Support(
             False,
-            f"latents of {shape.latent} + {shape.shared_key}; the kernel takes a multiple of 128, "
-            "and of 64 together",
+            f"latents of {latent} + {shared}; the kernel takes a multiple of 128, and of 64 "
+            "together",
         )
     if 3 * TILE * width * 2 > SHARED_MEMORY - 2048:
         return Support(False, f"three tiles of {width} columns do not fit into shared memory")
-    tiled = TILE % shape.page_size == 0 or shape.page_size % TILE == 0
-    if not tiled or shape.page_size % 8:
+    tiled = TILE % page_size == 0 or page_size % TILE == 0
+    if not tiled or page_size % 8:
         return Support(
-            False, f"pages of {shape.page_size} positions; the kernel takes 8, 16, 32 or 64 · n"
+            False, f"pages of {page_size} positions; the kernel takes 8, 16, 32 or 64 · n"
         )
-    return Support(True, f"latents of {shape.latent} + {shape.shared_key} in pages fit")
+    return Support(True, f"latents of {latent} + {shared} in pages fit")
 
 
 def context_parts(rows: int, queries: int, positions: int, *, processors: int = 132) -> int:

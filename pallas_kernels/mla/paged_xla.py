@@ -50,7 +50,7 @@ def mla_paged(
     )
     counts = starts + lengths
     if entries * size <= BLOCK_TOKENS:
-        context = _gather(pages, page_table, counts, 0).astype(q.dtype)
+        context = gather_latents(pages, page_table, counts, 0).astype(q.dtype)
         return (mla_expanded if expand else mla_absorbed)(q, context, kv_up, starts)
     block = max(1, BLOCK_TOKENS // size)
     page_table = jnp.pad(page_table, ((0, 0), (0, -entries % block)))
@@ -147,7 +147,7 @@ def _walk(
     def body(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, mixed = carry
         entries = jax.lax.dynamic_slice_in_dim(page_table, number * block, block, axis=1)
-        context = _gather(pages, entries, counts, number * span).astype(dtype)
+        context = gather_latents(pages, entries, counts, number * span).astype(dtype)
         scores, mix = attend(context)
         seen = number * span + jnp.arange(span) <= position[..., None]
         scores = jnp.where(seen, scores * scale, -jnp.inf)
@@ -163,7 +163,7 @@ def _walk(
     return mixed / total[..., None]
 
 
-def _gather(
+def gather_latents(
     pages: Float[Array, "page position latent"],
     page_table: Int[Array, "row page"],
     counts: Int[Array, "row"],

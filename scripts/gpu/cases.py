@@ -22,10 +22,13 @@ from pallas_kernels.kda.mixer_step import StepInputs, StepPools, StepWeights, kd
 from pallas_kernels.kda.prefill import Exports, kda_prefill
 from pallas_kernels.kda.verify import MAX_TOKENS, Trace, kda_replay, kda_verify
 from pallas_kernels.mla.paged_decode import mla_paged_decode
+from pallas_kernels.mla.paged_prefill import mla_paged_prefill
 from pallas_kernels.moe import experts
 from pallas_kernels.residual import residual_mix
 from pallas_kernels.shapes import ModelShape
 
+SPAN_TOKENS = 2048
+"""Tokens that a prefill case has at most, over all its rows."""
 CPU = Device("cpu", "cpu")
 HOPPER = Device("gpu", "Hopper", "9.0")
 
@@ -279,8 +282,20 @@ def _kda_prepared(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def _mla_decode(shape: ModelShape, rows: int, context: int) -> Case:
+    return _mla(shape, rows, context, 1, "mla_decode", mla_paged_decode)
+
+
+def _mla_prefill(shape: ModelShape, rows: int, context: int) -> Case:
+    tokens = max(1, min(context, SPAN_TOKENS // rows))
+    return _mla(shape, rows, context, tokens, "mla_prefill", mla_paged_prefill)
+
+
+def _mla(
+    shape: ModelShape, rows: int, context: int, tokens: int, op: str, attend: Callable[..., Any]
+) -> Case:
+    """The last `tokens` tokens of `context`, in scattered pages."""
     heads, latent, page = shape.mla_heads, shape.latent, shape.page_size
-    width = latent + shape.shared_key
+    width, query = latent + shape.shared_key, shape.head_key + shape.shared_key
     entries = -(-context // page)
     dtype = jnp.dtype(shape.activation_dtype)
     out = shape.head_key + shape.head_value
@@ -288,25 +303,29 @@ def _mla_decode(shape: ModelShape, rows: int, context: int) -> Case:
     def arguments(make: Maker) -> tuple[Any, ...]:
         table = np.random.default_rng(0).permutation(rows * entries).reshape(rows, entries)
         return (
-            make.normal(dtype, rows, 1, heads, shape.head_key + shape.shared_key),
+            make.normal(dtype, rows, tokens, heads, query),
             make.normal(dtype, rows * entries, page, width),
             make.normal(dtype, heads, out, latent, scale=latent**-0.5),
             make.given(table.astype(np.int32)),
-            make.given(np.full(rows, context - 1, np.int32)),
-            make.given(np.ones(rows, np.int32)),
+            make.given(np.full(rows, context - tokens, np.int32)),
+            make.given(np.full(rows, tokens, np.int32)),
         )
 
     def run(*arguments: Any, implementation: Implementation) -> Any:
-        return mla_paged_decode(*arguments, implementation=implementation), None
+        return attend(*arguments, implementation=implementation), None
 
+    pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
+    absorbed = pairs * (width + latent) + tokens * latent * out
+    expanded = pairs * (query + shape.head_value) + context * latent * out
+    vectors = rows * tokens * heads * (query + shape.head_value)
     return Case(
-        name=f"mla_decode {rows} rows of {context} tokens",
-        op="mla_decode",
+        name=f"{op} {rows} x {tokens} tokens, context {context}",
+        op=op,
         function=run,
         arguments=arguments,
         donated=(),
-        least_bytes=(rows * context * width + heads * latent * out) * dtype.itemsize,
-        operations=2 * rows * heads * (context * (width + latent) + latent * out),
+        least_bytes=(rows * context * width + heads * latent * out + vectors) * dtype.itemsize,
+        operations=2 * rows * heads * min(absorbed, expanded),
         tolerance=2e-2,
     )
 
@@ -405,6 +424,7 @@ MAKERS: dict[str, Callable[[ModelShape, int, int], Case]] = {
     "kda_verify": _kda_verify,
     "kda_replay": _kda_replay,
     "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
     "experts": _experts,
     "residual_mix": _residual_mix,
 }

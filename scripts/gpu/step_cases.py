@@ -28,9 +28,8 @@ MODELS = {"k3": configs.k3, "kimi-linear": configs.kimi_linear_48b}
 KNOWN_DECODE_MOVES = 2
 """Of activations, at several rows: experts' inner values turned to rows of planes between their two
 products, and what attention has mixed rounded to bfloat16. None at one row."""
-KNOWN_PREFILL_MOVES = 3
-"""XLA's form turns queries and values of attention to heads first; the experts' inner values as in
-decoding."""
+KNOWN_PREFILL_MOVES = 1
+"""The experts' inner values, as in decoding."""
 
 
 @dataclass(frozen=True)

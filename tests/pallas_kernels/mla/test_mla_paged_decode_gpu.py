@@ -31,6 +31,7 @@ def arguments(seed, starts, lengths, heads=3, tokens=1, page=16, entries=9, pois
     context = pages[table].reshape(rows, entries * page, -1).copy()
     known = np.arange(entries * page) < (np.array(starts) + lengths)[:, None]
     poisoned = np.where(known[..., None], context, np.asarray(poison, jnp.bfloat16))
+    pages[:] = np.nan  # free ones too
     pages[table] = poisoned.reshape(*table.shape, page, -1)
     q = normal(rows, tokens, heads, NOPE + SHARED)
     kv_up = normal(heads, NOPE + VALUE, LATENT, scale=LATENT**-0.5)
