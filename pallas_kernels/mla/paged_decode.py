@@ -66,7 +66,9 @@ def paged_absorbed(
     latent = kv_up.shape[2]
     nope = q.shape[-1] - (pages.shape[2] - latent)
     kv_up = kv_up.astype(q.dtype)
-    q_latent = jnp.einsum("bthn,hnr->bthr", q[..., :nope], kv_up[:, :nope])
+    # XLA multiplies a lone vector as a sum, for which it first turns the weights round in memory.
+    alone = [(0, 1 if rows * tokens == 1 else 0), (0, 0), (0, 0), (0, 0)]
+    q_latent = jnp.einsum("bthn,hnr->bthr", jnp.pad(q[..., :nope], alone), kv_up[:, :nope])[:rows]
     query = jnp.concatenate([q_latent, q[..., nope:]], axis=-1).astype(pages.dtype)
     query = query.reshape(rows, tokens * heads, -1)
     padding = -query.shape[1] % TILE
