@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
@@ -10,6 +11,8 @@ TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_INDEX = re.compile("[0-9]{1,9}")
 
 MAX_DEPTH = 128
 
@@ -21,6 +24,7 @@ def check_schema(schema: Any, where: str) -> None:
     Keywords that JSON Schema does not know are let through, as it says. References to other
     documents are left to whoever enforces the schema.
     """
+    sound: set[int] = set()
     for node, at in _nodes(schema, where, 0):
         if isinstance(node, bool):
             continue
@@ -30,7 +34,7 @@ def check_schema(schema: Any, where: str) -> None:
         _check_names(node.get("required"), f"{at}.required")
         if "enum" in node and not (isinstance(node["enum"], list) and node["enum"]):
             raise ValueError(f"{at}.enum must be a list that is not empty")
-        _check_reference(node, schema, at)
+        _check_reference(node, schema, at, sound)
 
 
 def _nodes(node: Any, at: str, depth: int) -> Iterator[tuple[Any, str]]:
@@ -75,26 +79,33 @@ def _check_names(value: Any, where: str) -> None:
         raise ValueError(f"{where} must be a list of names")
 
 
-def _check_reference(node: Mapping[str, Any], root: Any, at: str) -> None:
-    """Follow references, and compositions of one part, until something is said about a value."""
-    seen: list[int] = []
+def _check_reference(node: Mapping[str, Any], root: Any, at: str, sound: set[int]) -> None:
+    """Follow references, and compositions of one part, until something is said about a value.
+
+    `sound` are the ids of schemas that are known to end so, and gets those passed on the way.
+    """
+    seen: set[int] = set()
     current: Any = node
-    while isinstance(current, Mapping):
+    while isinstance(current, Mapping) and id(current) not in sound:
         if id(current) in seen:
             raise ValueError(f"{at} refers to itself and says nothing about a value")
-        seen.append(id(current))
+        seen.add(id(current))
         reference = current.get("$ref")
         if reference is None:
             lone = [current[k] for k in ("anyOf", "oneOf", "allOf") if k in current]
-            if len(lone) != 1 or len(lone[0]) != 1:
-                return
+            if len(lone) != 1 or not isinstance(lone[0], list) or len(lone[0]) != 1:
+                break
             current = lone[0][0]
             continue
         if not isinstance(reference, str):
             raise ValueError(f"{at}.$ref must be text, not {type(reference).__name__}")
         if not reference.startswith("#"):
-            return
+            break
         current = _resolve(root, reference, at)
+        if not isinstance(current, Mapping | bool):
+            kind = type(current).__name__
+            raise ValueError(f"{at}.$ref {reference!r} must lead to a schema, not {kind}")
+    sound |= seen
 
 
 def _resolve(root: Any, reference: str, at: str) -> Any:
@@ -103,7 +114,7 @@ def _resolve(root: Any, reference: str, at: str) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:
             found = found[key]
-        elif isinstance(found, Sequence) and key.isdecimal() and int(key) < len(found):
+        elif isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
             found = found[int(key)]
         else:
             raise ValueError(f"{at}.$ref {reference!r} leads nowhere")
