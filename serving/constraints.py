@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
@@ -23,6 +24,13 @@ MAX_TEXT = 1 << 20
 """Characters of a schema or grammar."""
 
 COMPILED_KEPT = 256
+
+STACK_BYTES = 1 << 30
+"""Address space for compiling a grammar. llguidance follows references and rules by recursion, and
+one that runs out of stack takes the process with it; the longest chains of `MAX_TEXT` fit in half
+of this."""
+
+_stack_size = threading.Lock()
 
 _THINK = 'TEXT <|close|> "think" <|sep|> <|open|> "response" <|sep|> '
 _END = ' <|close|> "response" <|sep|> <|close|> "message" <|sep|>'
@@ -112,7 +120,8 @@ class ConstraintCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, lark: str, where: str) -> GrammarConstraint:
-        matcher = LLMatcher(self._load_vocabulary(), lark, log_level=0)
+        vocabulary = self._load_vocabulary()
+        matcher = _on_large_stack(lambda: LLMatcher(vocabulary, lark, log_level=0))
         if matcher.is_error():
             raise FieldError(where, _reason(matcher.get_error()))
         return GrammarConstraint(matcher, self._tokenizer.vocab_size, self._eos_ids)
@@ -167,6 +176,17 @@ def _body(text: ConstraintText) -> str:
             except Exception as error:  # the converter raises its own and several others
                 raise ValueError(f"no grammar that can be read: {error}") from None
             return f"body: %lark {{\n{lark}\n}}"
+
+
+def _on_large_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
+    with ThreadPoolExecutor(1, thread_name_prefix="k3jax-grammar-stack") as thread:
+        with _stack_size:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                made = thread.submit(make)
+            finally:
+                threading.stack_size(before)
+        return made.result()
 
 
 def _reason(error: str) -> str:

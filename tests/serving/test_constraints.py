@@ -243,3 +243,32 @@ def test_marker_names_in_a_schema_stay_text():
     ids = sample(compiled("json_schema", json.dumps(schema)), 1)
 
     assert json.loads(parse_output(TOKENIZER, ids, thinking=False).content) == schema["enum"][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "json_schema",
+            json.dumps(
+                {
+                    "$ref": "#/$defs/0",
+                    "$defs": {
+                        **{
+                            str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {}]}
+                            for n in range(3000)
+                        },
+                        "3000": {"type": "string"},
+                    },
+                }
+            ),
+        ),
+        (
+            "ebnf",
+            "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(20000)) + 'r20000: "a"',
+        ),
+    ],
+)
+def test_chains_of_references_and_rules_do_not_end_the_process(kind: ConstraintKind, text: str):
+    compiler = ConstraintCompiler(TOKENIZER, EOS)
+    assert any(compiler.compile_now(ConstraintText(kind, text), ()).mask())
