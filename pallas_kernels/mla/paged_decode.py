@@ -102,6 +102,9 @@ def check_paged(
     """Raises ValueError naming the argument whose shape does not fit the others."""
     if q.ndim != 4:
         raise ValueError(f"q has shape {q.shape}; it must be [row, token, head, query]")
+    for name, array in (("pages", pages), ("kv_up", kv_up)):
+        if array.ndim != 3:
+            raise ValueError(f"{name} has shape {array.shape}; it must have three axes")
     shared = pages.shape[2] - kv_up.shape[2]
     if not 0 <= shared < q.shape[-1] or kv_up.shape[1] <= q.shape[-1] - shared:
         raise ValueError(
@@ -115,3 +118,5 @@ def check_paged(
     ):  # fmt: skip
         if array.ndim != rank or array.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has shape {array.shape}; q has {q.shape[0]} rows")
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} is {array.dtype}; it must be of integers")

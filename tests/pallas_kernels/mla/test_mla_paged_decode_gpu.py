@@ -102,3 +102,19 @@ def test_more_tokens_than_verification_has_are_refused(tokens):
     call, _, _ = arguments(7, [0], [1])
     with pytest.raises(ValueError, match="1 to 8"):
         decode(jnp.zeros((1, tokens, 3, NOPE + SHARED)), *call[1:], implementation=XLA)
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "change"),
+    [
+        (1, "pages", lambda x: x[0]),
+        (2, "kv_up", lambda x: x[0]),
+        (3, "page_table", lambda x: x * 1.0),
+        (4, "starts", lambda x: x * 1.0),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(number, name, change):
+    call = list(arguments(1, [0], [1])[0])
+    call[number] = change(jnp.asarray(call[number]))
+    with pytest.raises(ValueError, match=name):
+        mla_paged_decode(*call)
