@@ -84,11 +84,12 @@ class HttpChat:
                 text = response.read().decode(errors="replace")
                 raise ValueError(f"the service refused the request ({response.status}): {text}")
             for line in response:
-                data = line.decode().strip().removeprefix("data: ")
-                if data == "[DONE]":
+                name, _, data = line.decode().strip().partition(":")
+                if name != "data":
+                    continue  # a comment that keeps the connection open, or a blank line
+                if data.strip() == "[DONE]":
                     return
-                if data:
-                    yield json.loads(data)
+                yield json.loads(data)
             raise ConnectionError("the reply broke off")
         finally:
             connection.close()
