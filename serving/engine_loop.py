@@ -127,7 +127,7 @@ class EngineLoop:
         self._failures_in_a_row = 0
         self.failure: EngineFailed | None = None
         self.stats: EngineStats = engine.stats()
-        """As of the last step."""
+        """As of the last step or `call`."""
         self.last_output = time.monotonic()
         """When the engine last finished a step."""
         self.on_failure: Callable[[EngineFailed], None] = lambda failure: None
@@ -191,7 +191,8 @@ class EngineLoop:
     async def call(self, function: Callable[[EngineLike], Any]) -> Any:
         """Run a function on the engine's thread between two steps, and return what it returns.
 
-        What it raises is raised here and does not stop the engine. Raises EngineFailed.
+        `stats` then shows what it did. What it raises is raised here and does not stop the engine.
+        Raises EngineFailed.
         """
         if self.failure is not None:
             raise self.failure
@@ -199,7 +200,9 @@ class EngineLoop:
 
         def command() -> None:
             try:
-                result.set_result(function(self._engine))
+                value = function(self._engine)
+                self._report(self._refresh, self._engine.stats())
+                result.set_result(value)
             except Exception as error:
                 result.set_exception(error)
 
@@ -284,6 +287,9 @@ class EngineLoop:
             before = stream._failures_before
             if before is not None and before < failures:
                 stream._fail(EngineFailed(f"the engine failed: {error}"))
+
+    def _refresh(self, stats: EngineStats) -> None:
+        self.stats = stats
 
     def _distribute(
         self,

@@ -230,6 +230,20 @@ def test_error_of_a_call_is_its_callers_alone():
     assert len(run(test, FakeEngine())) == 5
 
 
+def test_stats_after_a_call_show_what_it_did_though_the_next_step_is_long():
+    engine = FakeEngine(step_seconds=0.5)
+
+    async def test(loop: EngineLoop):
+        loop.submit(request(max_tokens=2))
+        other = request("other")
+        await loop.call(lambda engine: engine.submit(other))
+        return loop.stats
+
+    stats = run(test, engine)
+
+    assert stats.waiting + stats.running == 2
+
+
 def test_stopping_ends_open_streams():
     async def main():
         loop = EngineLoop(FakeEngine(step_seconds=0.001))
