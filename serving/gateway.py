@@ -12,12 +12,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.05
+
+IDLE_POLLS = 3
+"""That find no open request before the process is ended: the last bytes have left by then."""
 
 STOP_SECONDS = 10.0
 """More than the grace that open requests get, before the process is killed."""
@@ -137,29 +140,33 @@ class Gateway:
 
     def request(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         """One HTTP request to the gateway: status and body; status 0 when it does not answer."""
-        connection = http.client.HTTPConnection(self.options.host, self.options.port, timeout=10)
         headers = {"content-type": "application/json"}
         if self.options.api_key:
             headers["authorization"] = f"Bearer {self.options.api_key}"
-        try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except OSError:
-            return 0, b""
-        finally:
-            connection.close()
+        data = None if body is None else json.dumps(body)
+        return _request((self.options.host, self.options.port), method, path, data, headers)
 
     def stop(self) -> None:
-        """End the process, letting open requests finish for a while."""
+        """End the process once open requests have finished, or have had their while.
+
+        Left alone it would listen for five more seconds, for balancers that do not know yet.
+        """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(self.options.grace_seconds + STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        deadline = time.monotonic() + self.options.grace_seconds + STOP_SECONDS
+        idle = 0
+        while self.process.poll() is None and time.monotonic() < deadline and idle < IDLE_POLLS:
+            idle = idle + 1 if self.open_requests() == 0 else 0
+            time.sleep(POLL_SECONDS)
+        self.process.kill()
+        self.process.wait()
+
+    def open_requests(self) -> int | None:
+        """HTTP requests that have not been answered in full; None when the gateway does not say."""
+        address = (self.options.host, self.options.metrics_port)
+        text = _request(address, "GET", "/metrics")[1].decode()
+        found = re.search(r"^smg_http_connections_active (\d+)$", text, re.MULTILINE)
+        return None if found is None else int(found[1])
 
     def _pass_on(self, say: Callable[[str], None]) -> None:
         assert self.process.stdout is not None
@@ -175,6 +182,24 @@ class Gateway:
         if not 200 <= status < 300:
             raise GatewayFailed(f"{method} {path}: status {status} {answer[:200]!r}")
         return answer
+
+
+def _request(
+    address: tuple[str, int],
+    method: str,
+    path: str,
+    data: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(*address, timeout=10)
+    try:
+        connection.request(method, path, data, dict(headers or {}))
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
 
 
 def free_port(host: str = "127.0.0.1") -> int:

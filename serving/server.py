@@ -76,7 +76,8 @@ def _check_free(options: ServeOptions) -> None:
         try:
             socket.create_server((host, port), family=family).close()
         except OSError as error:
-            raise ValueError(f"{flag}: cannot listen on {address}: {error.strerror}") from None
+            why = str(error.strerror).partition(" (while attempting")[0]
+            raise ValueError(f"{flag}: cannot listen on {address}: {why}") from None
 
 
 class NotStarted(RuntimeError):

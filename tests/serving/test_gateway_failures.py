@@ -112,6 +112,22 @@ def test_drain_of_one_worker_finishes_its_streams_and_loses_no_request():
     assert reasons == {"stop"}
 
 
+def test_gateway_ends_when_its_last_stream_has_and_not_before():
+    with (
+        running_worker(lambda: engine(step_seconds=0.003)) as worker,
+        running_gateway(worker, grace_seconds=20) as gateway,
+    ):
+        stream = iter(ask(client(gateway), "long", stream=True))
+        next(stream)
+        stop = threading.Thread(target=gateway.stop)
+        stop.start()
+        reason = finish(stream)
+        stop.join()
+
+    assert reason == "stop"
+    assert gateway.process.returncode == -signal.SIGKILL, "it was left to its five idle seconds"
+
+
 def test_workers_join_and_leave_while_requests_run():
     with (
         running_worker(lambda: engine(step_seconds=0.001)) as first,

@@ -91,6 +91,31 @@ def test_one_command_starts_replicas_and_gateway_and_ends_them():
     assert eventually(lambda: not any(listens(int(a.rpartition(":")[2])) for a in addresses))
 
 
+def test_stream_that_is_open_at_sigterm_is_answered_in_full():
+    options = ("--listen", f"127.0.0.1:{free_port()}", "--http-port", "0", "--metrics-port", "0")
+    with serving(*SMALL, *options, "--token-budget", "64") as process:
+        url = re.search(r"HTTP +(http://\S+)", "\n".join(read_until(process, "curl")))
+        assert url is not None
+        client = OpenAI(base_url=url[1], api_key="none", max_retries=0, timeout=120)
+        stream = client.chat.completions.create(
+            model="k3-nano",
+            messages=[{"role": "user", "content": "Hello!"}],
+            max_completion_tokens=300,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [next(stream) for _ in range(5)]
+        process.send_signal(signal.SIGTERM)
+        chunks += stream
+        code = process.wait(60)
+
+    reasons = [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason]
+    assert reasons == ["length"]
+    assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [300]
+    assert code == 0
+
+
 def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
     options = ("--listen", f"127.0.0.1:{free_port()}", "--http-port", "0", "--metrics-port", "0")
     with serving(*SMALL, *options, "--num-pages", "64m") as process:
