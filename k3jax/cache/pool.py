@@ -18,6 +18,8 @@ class Pool:
         self.name = name
         self._counts = [0] * size
         self._free = list(range(size - 1, -1, -1))
+        self.released = 0
+        """Holds given back so far: while it stands still, what could not be taken cannot be."""
 
     @property
     def size(self) -> int:
@@ -58,6 +60,7 @@ class Pool:
             if self._counts[item] < 1:
                 raise ValueError(f"{self.name}: {item} is already free")
             self._counts[item] -= 1
+            self.released += 1
             if self._counts[item] == 0:
                 self._free.append(item)
 

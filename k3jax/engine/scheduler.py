@@ -45,6 +45,8 @@ class Scheduler:
         self._lanes = list(range(config.max_rows - 1, -1, -1))
         self._open: list[StepPlan] = []
         self._decoded_last = False
+        self._blocked: tuple[Sequence, int] | None = None
+        """Who could not be admitted, and what had been released by then."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -148,7 +150,7 @@ class Scheduler:
             sequence = next(ready, None)
             if sequence is None:
                 return
-            if not (self._lanes and self._reserve(sequence)):
+            if not self._could_reserve(sequence):
                 victim = max(self.running, key=lambda s: s.rank, default=None)
                 if victim is None or victim.request.priority <= sequence.request.priority:
                     return
@@ -160,6 +162,19 @@ class Scheduler:
             sequence.phase = Phase.PREFILL
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.rank)
+
+    def _could_reserve(self, sequence: Sequence) -> bool:
+        """`_reserve` with a lane; not tried again before something has been released."""
+        if not self._lanes or self._blocked == (sequence, self._released):
+            return False
+        if self._reserve(sequence):
+            return True
+        self._blocked = sequence, self._released
+        return False
+
+    @property
+    def _released(self) -> int:
+        return self.store.pages.released + self.store.slots.released
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Slot and pages for all tokens so far, starting from the longest cached prefix."""

@@ -218,3 +218,20 @@ def test_nothing_of_a_failed_step_is_used():
     retry = rig.submit(prompt_of(9), stops=False)[0]
     rig.drain()
     assert retry.cached_tokens == 0
+
+
+def test_a_blocked_head_is_tried_again_only_when_something_was_released():
+    rig = Rig(Sizes(num_pages=8, num_slots=4))
+    rig.submit(prompt_of(9), max_tokens=12, stops=False)
+    rig.step()
+    blocked = rig.submit([4] * 20, max_tokens=1, stops=False)[0]
+    tries: list[int] = []
+    rig.scheduler.promote = lambda *_: tries.append(len(rig.plans)) or False
+
+    steps = 0
+    while blocked.phase is Phase.WAITING:
+        rig.step()
+        steps += 1
+
+    assert steps > 10
+    assert len(tries) <= 3
