@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.config import K3Config
-from k3jax.engine.request import SamplingParams
+from k3jax.engine.request import SamplingParams, TokenConstraint
 from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.sequence import NO_SLOT, Row, Sequence, StepPlan
 from k3jax.engine.step import ImageInputs, StepInputs
@@ -54,6 +54,7 @@ class Packer:
         )
         self._wants = np.zeros(max_rows + 1, np.bool_)
         self._words = -(-config.vocab_size // 32)
+        self._last_word = 0xFFFFFFFF >> -config.vocab_size % 32
         self._anything: dict[int, jax.Array] = {}
         self._by_row: tuple[bytes, _ByRow] | None = None
 
@@ -189,13 +190,19 @@ class Packer:
         for number, sequence in constrained:
             assert sequence.constraint is not None
             try:
-                mask = np.frombuffer(sequence.constraint.mask(), "<u4")
-                if len(mask) < self._words:
-                    raise ValueError(f"a mask of {len(mask)} words, expected {self._words}")
-                masks[number] = mask[: self._words]
+                masks[number] = self._mask(sequence.constraint)
             except Exception as error:  # somebody else's code, in a step shared with others
                 plan.broken.append((sequence, error))
         return masks
+
+    def _mask(self, constraint: TokenConstraint) -> np.ndarray:
+        mask = np.frombuffer(constraint.mask(), "<u4")
+        if len(mask) < self._words:
+            raise ValueError(f"a mask of {len(mask)} words, expected {self._words}")
+        mask = mask[: self._words]
+        if not mask[:-1].any() and not mask[-1] & self._last_word:
+            raise ValueError("its mask allows no token")
+        return mask
 
     def _all_allowed(self, rows: int) -> jax.Array:
         if rows not in self._anything:

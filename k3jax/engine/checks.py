@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.config import K3Config
-from k3jax.engine.request import Request, check_prompt, check_stop_ids
+from k3jax.engine.request import Request, SamplingParams, check_prompt, check_stop_ids
 
 
 def checked_request(
@@ -23,6 +23,8 @@ def checked_request(
     if not isinstance(request.id, str):
         raise ValueError(f"request id {request.id!r}, expected a string")
     name = f"request {request.id!r}"
+    if not isinstance(request.sampling, SamplingParams):
+        raise ValueError(f"{name}: sampling = {request.sampling!r}, expected SamplingParams")
     for field in ("n", "priority"):
         value = getattr(request, field)
         if not isinstance(value, Integral) or isinstance(value, bool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from k3jax.config import K3Config
@@ -74,7 +75,9 @@ class EngineConfig:
         context = self._context(config)
         interval = self.checkpoint_interval
         chunk = DEVICE_TUNING.chunk_size
-        if interval is not None and (interval < 1 or interval % chunk or interval % self.page_size):
+        if interval is not None:
+            _at_least("checkpoint_interval", interval, 1)
+        if interval is not None and (interval % chunk or interval % self.page_size):
             raise ValueError(
                 f"checkpoint_interval = {interval}, expected a multiple of the page size "
                 f"{self.page_size} and of KDA's chunk of {chunk} tokens"
@@ -99,7 +102,8 @@ class EngineConfig:
 
     def _context(self, config: K3Config) -> int:
         context = config.max_context if self.max_context is None else self.max_context
-        if not 2 <= context <= config.max_context:
+        _at_least("max_context", context, 2)
+        if not context <= config.max_context:
             raise ValueError(
                 f"max_context = {context}, expected 2..{config.max_context}, the model's context"
             )
@@ -115,6 +119,13 @@ class EngineConfig:
         return min(context, held)
 
     def _check_buckets(self, context: int) -> None:
+        _check_sizes("contexts", self.contexts)
+        _check_sizes("decode_rows", self.decode_rows)
+        for number, shape in enumerate(_tuple("prefill_shapes", self.prefill_shapes)):
+            name = f"prefill_shapes[{number}]"
+            _check_sizes(name, shape)
+            if len(shape) != 2:
+                raise ValueError(f"{name} = {shape}, expected rows and tokens per row")
         if list(self.contexts) != sorted(set(self.contexts)) or self.contexts[-1] < context:
             raise ValueError(f"contexts = {self.contexts}, expected to rise to {context}")
         if max(self.decode_rows) < self.max_rows or list(self.decode_rows) != sorted(
@@ -137,9 +148,22 @@ class ResolvedConfig(EngineConfig):
     num_slots: int
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}, expected a whole number")
     if value < least:
         raise ValueError(f"{name} = {value}, expected at least {least}")
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, tuple):
+        raise ValueError(f"{name} = {values!r}, expected a tuple")
+    return values
+
+
+def _check_sizes(name: str, values: Any) -> None:
+    for number, value in enumerate(_tuple(name, values)):
+        _at_least(f"{name}[{number}]", value, 1)
 
 
 def _contexts(context: int) -> tuple[int, ...]:

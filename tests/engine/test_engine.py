@@ -33,6 +33,7 @@ def request(name: str = "a", length: int = 9, **changes) -> Request:
     [
         (request(n=0), "n = 0, expected 1..128"),
         (request(n=129), "n = 129"),
+        (request(sampling=None), "'a': sampling = None, expected SamplingParams"),
         (request(length=64), "has 64 tokens, but the model's context is 64"),
         (Request("a", ()), "is empty"),
         (Request("a", (3, 97)), "token id 97 at position 1"),
@@ -209,6 +210,16 @@ class Short(Alternating):
         return b"\xff" * 4
 
 
+class Nothing(Alternating):
+    """Allows only what stands past the end of the vocabulary."""
+
+    def fork(self) -> "Nothing":
+        return Nothing()
+
+    def mask(self) -> bytes:
+        return (-1 << CONFIG.vocab_size & (1 << 128) - 1).to_bytes(16, "little")
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(
     ("constraint", "error"),
@@ -216,6 +227,7 @@ class Short(Alternating):
         (Alternating(fails_after=1), "RuntimeError: no such token"),
         (Mute(), "RuntimeError: no such token"),
         (Short(), "ValueError: a mask of 1 words, expected 4"),
+        (Nothing(), "ValueError: its mask allows no token"),
     ],
 )
 def test_a_constraint_that_raises_ends_its_own_request_alone(constraint, error, n):
@@ -262,6 +274,20 @@ def test_a_constraint_that_cannot_be_forked_is_refused():
         ({"contexts": (64,)}, r"contexts = \(64,\), expected to rise to 256"),
         ({"decode_rows": (8,)}, r"decode_rows = \(8,\), expected to rise to max_rows"),
         ({"prefill_shapes": ((2, 64),)}, "expected one of a single row"),
+        ({"max_rows": 1.5}, "max_rows = 1.5, expected a whole number"),
+        ({"max_rows": True}, "max_rows = True, expected a whole number"),
+        ({"max_context": 200.0}, "max_context = 200.0, expected a whole number"),
+        ({"num_pages": 9.5}, "num_pages = 9.5, expected a whole number"),
+        ({"num_slots": 2.5}, "num_slots = 2.5, expected a whole number"),
+        ({"checkpoint_interval": 64.0}, "checkpoint_interval = 64.0, expected a whole number"),
+        ({"contexts": (1.5, 256)}, r"contexts\[0\] = 1.5, expected a whole number"),
+        ({"contexts": (0, 256)}, r"contexts\[0\] = 0, expected at least 1"),
+        ({"contexts": 256}, "contexts = 256, expected a tuple"),
+        ({"decode_rows": (0, 16)}, r"decode_rows\[0\] = 0, expected at least 1"),
+        ({"decode_rows": [16]}, r"decode_rows = \[16\], expected a tuple"),
+        ({"prefill_shapes": ((0, 64), (1, 64))}, r"prefill_shapes\[0\]\[0\] = 0"),
+        ({"prefill_shapes": ((1, 64, 2),)}, "expected rows and tokens per row"),
+        ({"prefill_shapes": (64,)}, r"prefill_shapes\[0\] = 64, expected a tuple"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(settings, words):
