@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
@@ -16,6 +15,8 @@ from llguidance.tiktoken import lltokenizer_from_encoding
 
 from k3jax.chat.json_schema import check_schema
 from k3jax.chat.tokenizer import Tokenizer
+from serving.grammar_trial import MAX_SECONDS, TooExpensive, try_grammar
+from serving.large_stack import on_large_stack
 from serving.structural_tag import tag_to_lark
 from serving.turns import Channel, open_channel
 from serving.wire import ConstraintText, FieldError
@@ -24,13 +25,6 @@ MAX_TEXT = 1 << 20
 """Characters of a schema or grammar."""
 
 COMPILED_KEPT = 256
-
-STACK_BYTES = 1 << 30
-"""Address space for compiling a grammar. llguidance follows references and rules by recursion, and
-one that runs out of stack takes the process with it; the longest chains of `MAX_TEXT` fit in half
-of this."""
-
-_stack_size = threading.Lock()
 
 _THINK = 'TEXT <|close|> "think" <|sep|> <|open|> "response" <|sep|> '
 _END = ' <|close|> "response" <|sep|> <|close|> "message" <|sep|>'
@@ -77,11 +71,21 @@ class GrammarConstraint:
 
 
 class ConstraintCompiler:
-    """Compiles constraints for one vocabulary, on threads of its own, and remembers them."""
+    """Compiles constraints for one vocabulary, on threads of its own, and remembers them.
+
+    There are more threads than processors: most of the time they wait for a trial.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, eos_ids: Sequence[int], *, num_threads: int = 2
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        *,
+        num_threads: int = 8,
+        max_seconds: int = MAX_SECONDS,
     ) -> None:
+        """`max_seconds` of processor time are what compiling a constraint may take."""
+        self._max_seconds = max_seconds
         self._tokenizer, self._eos_ids = tokenizer, tuple(eos_ids)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="k3jax-grammar")
         self._compiled: OrderedDict[str, GrammarConstraint] = OrderedDict()
@@ -120,8 +124,13 @@ class ConstraintCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, lark: str, where: str) -> GrammarConstraint:
+        try:
+            tokenizer = self._tokenizer
+            try_grammar(lark, tokenizer.special_ids, tokenizer.vocab_size, self._max_seconds)
+        except TooExpensive as error:
+            raise FieldError(where, str(error)) from None
         vocabulary = self._load_vocabulary()
-        matcher = _on_large_stack(lambda: LLMatcher(vocabulary, lark, log_level=0))
+        matcher = on_large_stack(lambda: LLMatcher(vocabulary, lark, log_level=0))
         if matcher.is_error():
             raise FieldError(where, _reason(matcher.get_error()))
         return GrammarConstraint(matcher, self._tokenizer.vocab_size, self._eos_ids)
@@ -176,17 +185,6 @@ def _body(text: ConstraintText) -> str:
             except Exception as error:  # the converter raises its own and several others
                 raise ValueError(f"no grammar that can be read: {error}") from None
             return f"body: %lark {{\n{lark}\n}}"
-
-
-def _on_large_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
-    with ThreadPoolExecutor(1, thread_name_prefix="k3jax-grammar-stack") as thread:
-        with _stack_size:
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                made = thread.submit(make)
-            finally:
-                threading.stack_size(before)
-        return made.result()
 
 
 def _reason(error: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 
@@ -111,7 +112,7 @@ def _check_reference(node: Mapping[str, Any], root: Any, at: str, sound: set[int
 def _resolve(root: Any, reference: str, at: str) -> Any:
     found = root
     for part in reference.removeprefix("#").split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:
             found = found[key]
         elif isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):

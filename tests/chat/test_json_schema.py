@@ -28,6 +28,7 @@ def nested(depth: int) -> dict[str, Any]:
         {},
         TREE,
         {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "string"}}},
+        {"$ref": "#/$defs/a%20b%2F%25", "$defs": {"a b/%": {"type": "string"}}},
         {"anyOf": [{"type": "string"}, {"$ref": "#"}]},
         {"items": [{"type": "string"}], "additionalProperties": False},
         {"$ref": "https://example.com/schema"},

@@ -272,3 +272,30 @@ def test_marker_names_in_a_schema_stay_text():
 def test_chains_of_references_and_rules_do_not_end_the_process(kind: ConstraintKind, text: str):
     compiler = ConstraintCompiler(TOKENIZER, EOS)
     assert any(compiler.compile_now(ConstraintText(kind, text), ()).mask())
+
+
+BOMB = "(a|b)?" * 10_000  # minutes of processor time
+BOMBS: list[tuple[ConstraintKind, str]] = [
+    ("regex", BOMB),
+    ("ebnf_grammar", f"start: <|open|> <[{TOKENIZER.vocab_size - 1}]> A\nA: /{BOMB}/"),
+]
+
+
+def test_constraints_that_take_too_long_are_refused_and_hold_up_nobody():
+    async def compile_all() -> list[Any]:
+        compiler = ConstraintCompiler(TOKENIZER, EOS, max_seconds=2)
+        bombs = [
+            asyncio.create_task(compiler.compile(ConstraintText(kind, text), RESPONSE))
+            for kind, text in BOMBS
+        ]
+        await asyncio.sleep(0.2)
+        small = json.dumps({**PERSON, "description": "x" * 5000})
+        await compiler.compile(ConstraintText("json_schema", small), RESPONSE)
+        assert not any(bomb.done() for bomb in bombs)
+        found = await asyncio.gather(*bombs, return_exceptions=True)
+        compiler.close()
+        return found
+
+    for refused in asyncio.run(compile_all()):
+        assert isinstance(refused, FieldError)
+        assert "it takes more than 2 s to compile" in str(refused)
