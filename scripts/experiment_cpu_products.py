@@ -25,7 +25,7 @@ import numpy as np
 
 from k3jax.quant import quantize
 from pallas_kernels.linear import decode_int8
-from pallas_kernels.linear.linear_xla import padded_rows, streamed
+from pallas_kernels.linear.linear_xla import lone_row, padded_rows, streamed
 from pallas_kernels.linear.packed_xla import int8_product
 from pallas_kernels.moe.blocks_xla import experts_by_block
 from pallas_kernels.moe.pairs_xla import experts_by_pair
@@ -155,6 +155,8 @@ def float_cases(rows: int, rng: np.random.Generator) -> dict[str, Timed]:
         "broadcast sum": broadcast_sum,
         "streamed*": streamed,
     }
+    if rows == 1:
+        forms["sums side by side*"] = lone_row
     if rows <= 4:
         forms["dot per row"] = dot_per_row
     if padded_rows(rows) != rows:

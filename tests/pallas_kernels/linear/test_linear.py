@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.linear import linear, linear_int8, linear_mxfp4
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 24, 25, 29, 31, 32, 33, 61, 131]
-SIZES = [(1, 1), (3, 7), (32, 64), (37, 129), (257, 96)]
+SIZES = [(1, 1), (3, 7), (32, 64), (37, 129), (257, 96), (44, 7168)]
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -40,9 +40,10 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(rows: int):
     np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("out", [37, 40])
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 64])
-def test_gradients_are_those_of_the_dot(rows: int):
-    x, w, cotangent = normal(rows, 64), normal(37, 64, seed=1), normal(rows, 37, seed=2)
+def test_gradients_are_those_of_the_dot(rows: int, out: int):
+    x, w, cotangent = normal(rows, 64), normal(out, 64, seed=1), normal(rows, out, seed=2)
     _, pull = jax.vjp(jax.jit(linear), x, w)
     dx, dw = pull(cotangent)
     np.testing.assert_allclose(dx, cotangent @ w, atol=1e-4)

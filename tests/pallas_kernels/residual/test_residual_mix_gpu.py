@@ -101,3 +101,17 @@ def test_wrong_shapes_are_named():
         residual_mix(bank, x, y.astype(jnp.bfloat16), mix, weight, EPS)
     with pytest.raises(ValueError, match="weight has shape"):
         residual_mix(bank, x, y, mix, weight[:3], EPS)
+
+
+def test_gradients_of_the_xla_form_are_the_equations():
+    bank, x, y, mix, weight = arguments(3, rows=4, width=24, bank=3)
+    cotangents = arguments(4, rows=4, width=24, bank=1)[0][0], x
+
+    def gradients(function):
+        _, pull = jax.vjp(
+            lambda *given: function(list(given[:3]), *given[3:]), *bank, x, y, mix, weight
+        )
+        return jax.tree.leaves(pull(cotangents))
+
+    got = gradients(lambda *given: run(*given, XLA))
+    near(got, gradients(expected), 1e-4)
