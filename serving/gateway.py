@@ -56,11 +56,16 @@ class GatewayOptions:
     extra: Sequence[str] = field(default=())
 
     def arguments(self) -> list[str]:
-        """For `smg`. Both parsers are named because the model's name may say nothing about them."""
+        """For `smg`.
+
+        Both parsers are named because the model's name may say nothing about them. Its spans are of
+        level info: with less logged it makes none, and passes no caller's `traceparent` on.
+        """
+        level = "info" if self.otlp and _rank(self.log_level) > _rank("info") else self.log_level
         return [
             *("launch", "--host", self.host, "--port", str(self.port)),
             *("--prometheus-host", self.host, "--prometheus-port", str(self.metrics_port)),
-            *("--policy", self.policy, "--log-level", self.log_level),
+            *("--policy", self.policy, "--log-level", level),
             *("--tool-call-parser", "kimi_k3", "--reasoning-parser", "kimi_k3"),
             *("--shutdown-grace-period-secs", str(self.grace_seconds)),
             *("--worker-startup-check-interval", "1"),
@@ -73,6 +78,11 @@ class GatewayOptions:
 
 _REFUSAL = re.compile(r"status[= ]4\d\d |Failed to build generate request")
 """What the gateway calls an error is what it told a caller, who made it."""
+
+_LEVELS = ("debug", "info", "warn", "error")
+
+_LEVEL = re.compile(rf"^\S+ \S+ +({'|'.join(_LEVELS).upper()}) ")
+"""Of a line that the gateway logs, after date and time."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -174,7 +184,9 @@ class Gateway:
             text = _COLOUR.sub("", line.rstrip())
             picture = any("\u2800" <= character <= "\u28ff" for character in text)
             refusal = self.options.log_level == "error" and _REFUSAL.search(text)
-            if text and not picture and not refusal:
+            level = _LEVEL.match(text)
+            unwanted = level and _rank(level[1].lower()) < _rank(self.options.log_level)
+            if text and not (picture or refusal or unwanted):
                 say(text)
 
     def _must(self, method: str, path: str, body: object = None) -> bytes:
@@ -182,6 +194,10 @@ class Gateway:
         if not 200 <= status < 300:
             raise GatewayFailed(f"{method} {path}: status {status} {answer[:200]!r}")
         return answer
+
+
+def _rank(level: str) -> int:
+    return _LEVELS.index(level)
 
 
 def _request(

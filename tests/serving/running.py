@@ -136,9 +136,11 @@ def running_worker(
 
 
 @contextmanager
-def running_gateway(*workers: RunningWorker, **options: Any) -> Iterator[Gateway]:
-    """The real gateway before some workers, for the length of a block."""
-    lines: list[str] = []
+def running_gateway(
+    *workers: RunningWorker, lines: list[str] | None = None, **options: Any
+) -> Iterator[Gateway]:
+    """The real gateway before some workers, for the length of a block; `lines` gets its output."""
+    lines = [] if lines is None else lines
     chosen = {
         "host": "127.0.0.1",
         "port": free_port(),

@@ -5,18 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
+from openai import OpenAI
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector_pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as collector_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from serving.tracing import RequestSpans, traceparent
+from serving.tracing import RequestSpans, exporting, traceparent
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.running import RunningWorker, request, running_worker
+from tests.serving.running import RunningWorker, nano, request, running_gateway, running_worker
+from tests.serving.scripted import Replies
 from tests.serving.waiting import eventually
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -90,3 +96,53 @@ def test_without_an_endpoint_nothing_of_it_is_imported():
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
     assert found.stdout.strip() == "False"
+
+
+class Collector(collector_grpc.TraceServiceServicer):
+    """Keeps the spans that are exported to it."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self.spans += scope.spans
+        return collector_pb.ExportTraceServiceResponse()
+
+
+@contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
+    collector_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield collector, f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
+
+
+def test_collector_gets_the_span_of_a_request_through_the_gateway_in_its_callers_trace():
+    model = nano()
+    replies = Replies(model.text.tokenizer, {})
+    engine = FakeEngine(replies, eos=model.text.config.eos_token_ids)
+    lines: list[str] = []
+    with (
+        collecting() as (collector, address),
+        running_worker(lambda: engine, spans=exporting(address, "nano")) as worker,
+        running_gateway(worker, otlp=address, lines=lines) as gateway,
+    ):
+        OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0).chat.completions.create(
+            model="nano",
+            messages=[{"role": "user", "content": "hi"}],
+            extra_headers={"traceparent": HEADER},
+        )
+        worker.drain()  # which sends what is left
+
+        spans = {span.name: span for span in collector.spans}
+        assert spans["llm_request"].trace_id.hex() == TRACE
+        assert spans["llm_request"].parent_span_id
+        values = {a.key: a.value for a in spans["llm_request"].attributes}
+        assert values["gen_ai.usage.completion_tokens"].int_value > 0
+        assert not [line for line in lines if " INFO " in line], "logged for the sake of spans"
