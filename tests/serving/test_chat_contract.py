@@ -446,7 +446,7 @@ def test_image_is_refused_by_a_model_without_vision(client: Client):
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     part = {"type": "image_url", "image_url": {"url": url}}
 
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError, match="missing config field 'media_placeholder"):
         client.ask([{"role": "user", "content": [part]}])
 
 
