@@ -35,7 +35,7 @@ A line of FILE is a JSON object with "prompt" (text), "messages" (OpenAI's form,
 paths or data URLs) or "tokens" (ids as they are). It may add "tools", "tool_choice",
 "response_format", "thinking", "effort", "id" and any sampling option, as "max_tokens" or
 "stop_ids". All lines are checked before anything runs. Replies have the form of "response_format",
-if there is one; "tool_choice" is told to the model and not enforced; `k3jax serve` enforces it.
+if there is one; "tool_choice" is auto or none, as only `k3jax serve` can make the model call.
 
 Sampling follows --seed; line n of a file adds n to it, so that equal prompts get different replies.
 """

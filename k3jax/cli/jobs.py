@@ -148,10 +148,16 @@ class JobMaker:
         if thinking is not None or effort is not None:
             on, level = thinking_from_openai(effort or options.effort, thinking)
             options = replace(options, thinking=on, effort=level)
+        choice = request.get("tool_choice")
+        if choice == "required" or isinstance(choice, Mapping):
+            raise ValueError(
+                f"tool_choice {choice!r} cannot be enforced here, where it is auto or none; "
+                "`k3jax serve` enforces it"
+            )
         return replace(
             options,
             tools=request.get("tools"),
-            tool_choice=request.get("tool_choice"),
+            tool_choice=choice,
             response_format=request.get("response_format"),
         )
 

@@ -68,7 +68,7 @@ def test_options_of_a_line_win_over_the_commands(maker: JobMaker):
         ({"thinking": False}, {"thinking": False}),
         ({"thinking": True}, {"effort": "low"}),
         ({"thinking": {"type": "enabled", "effort": "max"}}, {"effort": "max"}),
-        ({"tools": [WEATHER], "tool_choice": "required"},) * 2,
+        ({"tools": [WEATHER], "tool_choice": "none"},) * 2,
         ({"response_format": schema},) * 2,
     ]
     for given, expected in changes:
@@ -156,7 +156,19 @@ def test_images_of_a_plain_prompt_come_first(maker: JobMaker, tmp_path):
             {"prompt": "x", "tools": [WEATHER] * 2},
             "tools[1].function.name 'get_weather' is declared",
         ),
-        ({"prompt": "x", "tool_choice": "required"}, "tool_choice 'required' needs"),
+        ({"prompt": "x", "tool_choice": "sometimes"}, "tool_choice must be auto, none"),
+        (
+            {"prompt": "x", "tools": [WEATHER], "tool_choice": "required"},
+            "tool_choice 'required' cannot be enforced here",
+        ),
+        (
+            {
+                "prompt": "x",
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+            },
+            "tool_choice {'type': 'function', 'function'",
+        ),
         ({"prompt": "x", "response_format": "xml"}, "response_format.type must be"),
         ({"prompt": "x", "effort": "medium"}, "reasoning_effort must be one of none, low, high"),
         ({"prompt": "x", "thinking": "yes"}, "thinking must be true, false or an object"),
