@@ -109,6 +109,8 @@ def _check(
 ) -> None:
     if k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}; they must be [B, T, H, K or V]")
+    if 0 in k.shape[:2]:
+        raise ValueError(f"k has shape {k.shape}; there must be at least one row and one token")
     rows, _, heads, key = k.shape
     integers = {"lengths": lengths, "read_slots": read_slots, "write_slots": write_slots}
     if exports is not None:

@@ -102,6 +102,8 @@ def check_paged(
     """Raises ValueError naming the argument whose shape does not fit the others."""
     if q.ndim != 4:
         raise ValueError(f"q has shape {q.shape}; it must be [row, token, head, query]")
+    if 0 in q.shape:
+        raise ValueError(f"q has shape {q.shape}; no axis may be empty")
     for name, array in (("pages", pages), ("kv_up", kv_up)):
         if array.ndim != 3:
             raise ValueError(f"{name} has shape {array.shape}; it must have three axes")

@@ -162,3 +162,12 @@ def test_a_wrong_argument_is_named(position, value, message):
             *tokens, lengths, jnp.asarray(pool), as_slots(0), as_slots(1),
             exports=Exports(as_slots(1, 2), as_slots(1)),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 9), (1, 0)])
+def test_no_rows_or_no_tokens_are_refused(rows, tokens):
+    (q, k, v, log_decay, beta), _, pool = arguments(6, (9,), 9, heads=2, key=16)
+    cut = [x[:rows, :tokens] for x in (q, k, v, log_decay, beta)]
+    slots = as_slots(*range(rows))
+    with pytest.raises(ValueError, match="at least one row and one token"):
+        kda_prefill(*cut, slots, jnp.asarray(pool), slots, slots)

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.mla.paged_decode import mla_paged_decode
 from pallas_kernels.mla.paged_decode_gpu import context_parts
+from pallas_kernels.mla.paged_prefill import mla_paged_prefill
 from pallas_kernels.mla.reference import mla_reference
 from tests.pallas_kernels.interpreter import no_races
 
@@ -118,3 +119,10 @@ def test_an_argument_of_the_wrong_kind_is_named(number, name, change):
     call[number] = change(jnp.asarray(call[number]))
     with pytest.raises(ValueError, match=name):
         mla_paged_decode(*call)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 3), (1, 0, 3), (1, 1, 0)])
+def test_queries_of_nothing_are_refused(shape):
+    call, _, _ = arguments(7, [0], [1])
+    with pytest.raises(ValueError, match="no axis may be empty"):
+        mla_paged_prefill(jnp.zeros((*shape, NOPE + SHARED)), *call[1:])
