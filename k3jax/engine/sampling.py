@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax.engine.request import SamplingParams
 from k3jax.state.spans import HostOrDevice
+from pallas_kernels.implementation import device_platform
 
 _COLDEST = 1e-20
 """Colder temperatures count as this one, which already leaves only exact ties."""
@@ -115,6 +116,33 @@ def sample(logits: Float32[Array, "row vocab"], inputs: SamplingInputs) -> Int32
         return jnp.where(inputs.temperature > 0, drawn.astype(jnp.int32), greedy)
 
     return jax.lax.cond((inputs.temperature > 0).any(), draw, lambda: greedy)
+
+
+def masked(
+    logits: Float32[Array, "row vocab"], masks: UInt32[HostOrDevice, "row word"] | None
+) -> Float32[Array, "row vocab"]:
+    """Logits of the tokens whose bit (i % 32 of word i // 32) is set; None: of all."""
+    if masks is None:
+        return logits
+    words = jnp.asarray(masks)
+
+    def only_allowed() -> Array:
+        bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] == 1
+        return jnp.where(allowed, logits, -jnp.inf)
+
+    return if_any(words != jnp.uint32(0xFFFFFFFF), only_allowed, logits)
+
+
+def if_any(wanted: Array, changed: Callable[[], Array], logits: Array) -> Array:
+    """`changed()`, which leaves the logits of rows that do not want it as they are.
+
+    On a CPU skipping it saves time. Elsewhere a branch would copy the logits to hand them on, while
+    the change is computed where they are read.
+    """
+    if device_platform() != "cpu":
+        return changed()
+    return jax.lax.cond(wanted.any(), changed, lambda: logits)
 
 
 def top_logprobs(

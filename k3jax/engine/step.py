@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,7 +11,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k3jax.config import K3Config
 from k3jax.engine.host import COMPILER_OPTIONS
-from k3jax.engine.sampling import SamplingInputs, TokenHistory, penalize, sample, top_logprobs
+from k3jax.engine.sampling import (
+    SamplingInputs,
+    TokenHistory,
+    if_any,
+    masked,
+    penalize,
+    sample,
+    top_logprobs,
+)
 from k3jax.model import backbone
 from k3jax.model.params import K3Params
 from k3jax.model.vision import merge_features
@@ -20,7 +27,6 @@ from k3jax.state import DecodeState, LatentCache, RecurrentState, Spans
 from k3jax.state.latent import copy_pages
 from k3jax.state.spans import HostOrDevice
 from k3jax.state.transfer import SlotCopy, read_pages, read_slot, write_pages, write_slot
-from pallas_kernels.implementation import device_platform
 
 
 class ImageInputs(struct.PyTreeNode):
@@ -103,7 +109,7 @@ def step(
     hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     raw = backbone.logits(params, hidden).astype(jnp.float32)
     adjusted = raw if state.history is None else _penalized(raw, inputs, state.history)
-    chosen = sample(_masked(adjusted, inputs.masks), inputs.sampling)
+    chosen = sample(masked(adjusted, inputs.masks), inputs.sampling)
     found = (None, None, None)
     if logprobs is not None:
         found = _logprobs(raw, chosen, logprobs, inputs.wants_logprobs)
@@ -157,39 +163,13 @@ def _penalized(
         output = jnp.take(history.output, inputs.lanes, axis=0, mode="clip")
         return penalize(logits, inputs.sampling, prompt, output)
 
-    return _if_any(inputs.sampling.penalized(), penalized, logits)
+    return if_any(inputs.sampling.penalized(), penalized, logits)
 
 
 def _noted(inputs: StepInputs, tokens: Int32[Array, "row"], history: TokenHistory) -> TokenHistory:
     """The history with the tokens that this step emits."""
     lanes = jnp.where(inputs.sampling.penalized(), _emitting(inputs), jnp.iinfo(jnp.int32).max)
     return history.replace(output=history.output.at[lanes, tokens].add(1, mode="drop"))
-
-
-def _masked(
-    logits: Float32[Array, "row vocab"], masks: UInt32[HostOrDevice, "row word"] | None
-) -> Float32[Array, "row vocab"]:
-    if masks is None:
-        return logits
-    words = jnp.asarray(masks)
-
-    def masked() -> Array:
-        bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] == 1
-        return jnp.where(allowed, logits, -jnp.inf)
-
-    return _if_any(words != jnp.uint32(0xFFFFFFFF), masked, logits)
-
-
-def _if_any(wanted: Array, changed: Callable[[], Array], logits: Array) -> Array:
-    """`changed()`, which leaves the logits of rows that do not want it as they are.
-
-    On a CPU skipping it saves time. Elsewhere a branch would copy the logits to hand them on, while
-    the change is computed where they are read.
-    """
-    if device_platform() != "cpu":
-        return changed()
-    return jax.lax.cond(wanted.any(), changed, lambda: logits)
 
 
 def _logprobs(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from k3jax.config import K3Config
 from k3jax.model.params import KDAParams
@@ -14,6 +16,7 @@ from k3jax.state.spans import Spans
 from pallas_kernels.implementation import Implementation, chosen
 from pallas_kernels.kda import (
     causal_conv,
+    conv_window,
     gated_rms_norm,
     kda_chunk,
     kda_decode,
@@ -22,8 +25,20 @@ from pallas_kernels.kda import (
 )
 from pallas_kernels.kda.mixer_step import StepInputs, StepPools, StepWeights, kda_mixer_step
 from pallas_kernels.kda.prefill import kda_prefill
+from pallas_kernels.kda.verify import Trace, kda_replay, kda_verify
 
 Pools = tuple[Float32[Array, "slot head key value"], Float[Array, "slot tap channel"]]
+
+Tokens = tuple[Array, Array, Array, Array, Array]
+"""Queries, keys, values, log decays [row, token, head, channel]; write strengths."""
+
+
+class KDATrace(NamedTuple):
+    """What verifying leaves behind of every token, in one layer."""
+
+    recurrence: Trace
+    projected: Float[Array, "row token channel"]
+    """Raw q, k, v projections, of which convolution windows are made."""
 
 
 def kda(
@@ -39,12 +54,67 @@ def kda(
     sequences from zero and keeps nothing. Padding changes neither. Source:
     `KimiDeltaAttention` of the released modeling file; K3 report 2.1.
     """
-    rows, tokens, _ = x.shape
-    heads, key = config.kda_num_heads, config.kda_head_dim
-    bound = config.kda_gate_lower_bound
+    tokens, bound = x.shape[1], config.kda_gate_lower_bound
     projected = matmul(x, params.qkv)
     if pools is not None and tokens == 1 and chosen("kda_decode") is not Implementation.XLA:
         return _fused_step(params, config, x, projected, spans, pools)
+    inputs, window = _inputs(params, config, x, projected, spans, pools)
+    if pools is None:
+        o, _ = kda_chunk(*_masked(inputs, spans), None, log_decay_bound=bound)
+        return _output(params, config, x, o), None
+    lengths, reads = jnp.asarray(spans.lengths), jnp.asarray(spans.read_slots)
+    if tokens == 1:
+        inputs = _masked(inputs, spans)
+        writes = _written(spans)
+        q, k, v, log_decay, beta = (a[:, 0] for a in inputs)
+        o, matrices = kda_decode(q, k, v, log_decay, beta, pools[0], reads, writes)
+        o = o[:, None]
+    else:
+        writes = _written(spans)
+        o, matrices = kda_prefill(*inputs, lengths, pools[0], reads, writes, log_decay_bound=bound)
+    pools = (matrices, write_slots(pools[1], writes, window))
+    return _output(params, config, x, o), pools
+
+
+def verify_kda(
+    params: KDAParams,
+    config: K3Config,
+    x: Float[Array, "row token hidden"],
+    spans: Spans,
+    pools: Pools,
+) -> tuple[Float[Array, "row token hidden"], KDATrace]:
+    """`kda` of at most 8 tokens per row that may yet be refused: it leaves the pools alone.
+
+    Returns its output, and what `replay_kda` needs to keep any number of the tokens.
+    """
+    projected = matmul(x, params.qkv)
+    inputs, _ = _inputs(params, config, x, projected, spans, pools)
+    lengths, reads = jnp.asarray(spans.lengths), jnp.asarray(spans.read_slots)
+    o, trace = kda_verify(*inputs, lengths, pools[0], reads)
+    return _output(params, config, x, o), KDATrace(trace, projected)
+
+
+def replay_kda(trace: KDATrace, counts: Int[Array, "row"], spans: Spans, pools: Pools) -> Pools:
+    """The pools after the first `counts` tokens of each row's verified span, in its write slot."""
+    writes = _written(spans)
+    # Tied to the counts: as the same read as verification's, it would live on until here.
+    reads, counts = jax.lax.optimization_barrier((jnp.asarray(spans.read_slots), counts))
+    matrices = kda_replay(trace.recurrence, counts, pools[0], reads, writes)
+    window = conv_window(trace.projected, read_slots(pools[1], reads), counts)
+    return matrices, write_slots(pools[1], writes, window)
+
+
+def _inputs(
+    params: KDAParams,
+    config: K3Config,
+    x: Float[Array, "row token hidden"],
+    projected: Float[Array, "row token channel"],
+    spans: Spans,
+    pools: Pools | None,
+) -> tuple[Tokens, Float[Array, "row tap channel"]]:
+    """What the recurrence takes of each token, float32, and the convolution windows after them."""
+    rows, tokens, _ = x.shape
+    heads, key = config.kda_num_heads, config.kda_head_dim
     if pools is None:
         window = jnp.zeros((rows, config.kda_conv_size - 1, 3 * heads * key), x.dtype)
     else:
@@ -58,49 +128,35 @@ def kda(
         low_rank.reshape(rows, tokens, heads, key),
         params.decay_log_scale,
         params.decay_bias,
-        bound,
+        config.kda_gate_lower_bound,
     )
     beta = jax.nn.sigmoid(matmul(x, params.beta).astype(jnp.float32))
-    if pools is None or tokens == 1:
-        real = spans.token_mask(tokens)[..., None]
-        k, v, log_decay = (jnp.where(real[..., None], a, 0) for a in (k, v, log_decay))
-        beta = jnp.where(real, beta, 0)
+    return (q, k, v, log_decay, beta), window
 
-    if pools is None:
-        o, _ = kda_chunk(q, k, v, log_decay, beta, None, log_decay_bound=bound)
-    elif tokens == 1:
-        writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
-        o, matrices = kda_decode(
-            q[:, 0],
-            k[:, 0],
-            v[:, 0],
-            log_decay[:, 0],
-            beta[:, 0],
-            pools[0],
-            jnp.asarray(spans.read_slots),
-            writes,
-        )
-        o = o[:, None]
-        pools = (matrices, write_slots(pools[1], writes, window))
-    else:
-        writes = jnp.where(spans.lengths > 0, spans.write_slots, -1)
-        o, matrices = kda_prefill(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            jnp.asarray(spans.lengths),
-            pools[0],
-            jnp.asarray(spans.read_slots),
-            writes,
-            log_decay_bound=bound,
-        )
-        pools = (matrices, write_slots(pools[1], writes, window))
 
-    gate = _output_gate(params, x).reshape(rows, tokens, heads, key)
+def _masked(inputs: Tokens, spans: Spans) -> Tokens:
+    """The same with padding that leaves a state as it is."""
+    q, k, v, log_decay, beta = inputs
+    real = spans.token_mask(k.shape[1])[..., None]
+    k, v, log_decay = (jnp.where(real[..., None], a, 0) for a in (k, v, log_decay))
+    return q, k, v, log_decay, jnp.where(real, beta, 0)
+
+
+def _written(spans: Spans) -> Int[Array, "row"]:
+    """Write slots; none for padding rows."""
+    return jnp.where(spans.lengths > 0, spans.write_slots, -1)
+
+
+def _output(
+    params: KDAParams,
+    config: K3Config,
+    x: Float[Array, "row token hidden"],
+    o: Float32[Array, "row token head value"],
+) -> Float[Array, "row token hidden"]:
+    """Gated norm and output projection of what the recurrence gave."""
+    gate = _output_gate(params, x).reshape(o.shape)
     o = gated_rms_norm(o, gate, params.out_norm, config.rms_norm_eps).astype(x.dtype)
-    return matmul(o.reshape(rows, tokens, heads * key), params.out), pools
+    return matmul(o.reshape(*x.shape[:2], -1), params.out)
 
 
 def _fused_step(
@@ -124,7 +180,7 @@ def _fused_step(
         StepWeights(params.conv, params.decay_log_scale, params.decay_bias, params.out_norm),
         StepPools(*pools),
         jnp.asarray(spans.read_slots),
-        jnp.where(spans.lengths > 0, spans.write_slots, -1),
+        _written(spans),
         lower_bound=config.kda_gate_lower_bound,
         eps=config.rms_norm_eps,
     )

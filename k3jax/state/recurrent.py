@@ -23,6 +23,12 @@ class RecurrentState(struct.PyTreeNode):
         """Number of slots in each pool."""
         return self.matrices[0].shape[0] if self.matrices else 0
 
+    def layer(
+        self, index: int
+    ) -> tuple[Float32[Array, "slot head key value"], Float[Array, "slot tap channel"]]:
+        """Both pools of one KDA layer, counted among such layers."""
+        return self.matrices[index], self.windows[index]
+
     @classmethod
     def init(cls, config: K3Config, num_slots: int, dtype: jnp.dtype) -> RecurrentState:
         """Zeroed pools of `num_slots` slots; windows in `dtype`, matrices always float32."""

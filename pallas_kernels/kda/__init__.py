@@ -21,6 +21,7 @@ from pallas_kernels.kda.reference import gated_rms_norm, kda_recurrent, l2_norm,
 
 __all__ = [
     "causal_conv",
+    "conv_window",
     "gated_rms_norm",
     "kda_chunk",
     "kda_decode",
@@ -154,14 +155,29 @@ def causal_conv(
     """
     if x.ndim != 3:
         raise ValueError(f"x has shape {x.shape}; it must be [B, T, C]")
-    rows, _, channels = x.shape
+    channels = x.shape[2]
     if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 2:
         raise ValueError(f"weight has shape {weight.shape}; it must be [C, W] with C = {channels}")
-    expected = (rows, weight.shape[1] - 1, channels)
+    _check_window(x, window, weight.shape[1])
+    _check_integers("lengths", lengths, x.shape[0])
+    return conv_xla.causal_conv(x, window, weight, lengths)
+
+
+def conv_window(
+    x: Float[Array, "B T C"], window: Float[Array, "B W-1 C"], counts: Int[Array, "B"]
+) -> Float[Array, "B W-1 C"]:
+    """The window that ``causal_conv`` returns for lengths of ``counts``, without its outputs."""
+    if x.ndim != 3 or window.ndim != 3:
+        raise ValueError(f"x has shape {x.shape} and window {window.shape}; both have three axes")
+    _check_window(x, window, window.shape[1] + 1)
+    _check_integers("counts", counts, x.shape[0])
+    return conv_xla.last_inputs(x, window, counts)
+
+
+def _check_window(x: Array, window: Array, taps: int) -> None:
+    expected = (x.shape[0], taps - 1, x.shape[2])
     if window.shape != expected:
         raise ValueError(f"window has shape {window.shape}; it must be [B, W-1, C] = {expected}")
-    _check_integers("lengths", lengths, rows)
-    return conv_xla.causal_conv(x, window, weight, lengths)
 
 
 def _as_float32(

@@ -29,7 +29,18 @@ def causal_conv(
         y = jnp.concatenate([y, _shifted_sum(wide, by_tap, tokens - near)], axis=1)
     inside = jnp.arange(tokens)[None, :, None] < lengths[:, None, None]
     y = jnp.where(inside, jax.nn.silu(y), 0.0).astype(x.dtype)
-    return y, _last_inputs(x, window, lengths)
+    return y, last_inputs(x, window, lengths)
+
+
+def last_inputs(
+    x: Float[Array, "B T C"], window: Float[Array, "B W-1 C"], lengths: Int[Array, "B"]
+) -> Float[Array, "B W-1 C"]:
+    """The ``W − 1`` raw inputs before token ``lengths[b]``, without joining window and ``x``."""
+    size = window.shape[1]
+    place = lengths[:, None] + jnp.arange(size)[None, :]
+    kept = jnp.take_along_axis(window, jnp.minimum(place, size - 1)[:, :, None], axis=1)
+    taken = jnp.take_along_axis(x, jnp.maximum(place - size, 0)[:, :, None], axis=1)
+    return jnp.where((place < size)[:, :, None], kept, taken.astype(window.dtype))
 
 
 def _shifted_sum(
@@ -40,14 +51,3 @@ def _shifted_sum(
     for tap in range(1, by_tap.shape[0]):
         y += x[:, tap : tap + tokens] * by_tap[tap]
     return y
-
-
-def _last_inputs(
-    x: Float[Array, "B T C"], window: Float[Array, "B W-1 C"], lengths: Int[Array, "B"]
-) -> Float[Array, "B W-1 C"]:
-    """The ``W − 1`` raw inputs before token ``lengths[b]``, without joining window and ``x``."""
-    size = window.shape[1]
-    place = lengths[:, None] + jnp.arange(size)[None, :]
-    kept = jnp.take_along_axis(window, jnp.minimum(place, size - 1)[:, :, None], axis=1)
-    taken = jnp.take_along_axis(x, jnp.maximum(place - size, 0)[:, :, None], axis=1)
-    return jnp.where((place < size)[:, :, None], kept, taken.astype(window.dtype))

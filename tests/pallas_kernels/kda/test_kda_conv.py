@@ -26,6 +26,7 @@ def test_convolution_equals_the_reference(tokens, taps):
     want_y, want_window = jax.jit(reference.short_conv)(x, window, weight, lengths)
     assert relative_error(y, want_y) < 1e-6
     np.testing.assert_array_equal(new_window, want_window)
+    np.testing.assert_array_equal(kda.conv_window(x, window, lengths), want_window)
 
 
 def test_a_row_of_length_zero_keeps_its_window():
@@ -81,3 +82,18 @@ def test_a_wrong_shape_is_named(position, shape, message):
     inputs[position] = np.zeros(shape, np.float32)
     with pytest.raises(ValueError, match=message):
         kda.causal_conv(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("position", "shape", "message"),
+    [
+        (0, (2, 5), r"x has shape \(2, 5\)"),
+        (1, (2, 3, 6), r"window has shape \(2, 3, 6\)"),
+        (2, (1,), r"counts is float32\(1,\)"),
+    ],
+)
+def test_a_wrong_shape_for_a_window_alone_is_named(position, shape, message):
+    inputs = [*conv_inputs(5, 2, 5, 7)[:2], np.array([5, 5])]
+    inputs[position] = np.zeros(shape, np.float32)
+    with pytest.raises(ValueError, match=message):
+        kda.conv_window(*inputs)
