@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from k3jax.bundled import bundled_model
     from k3jax.chat import ChatOptions, Tokenizer, encode_chat, parse_output
     from k3jax.config import K3Config
+    from k3jax.engine.drafts import prompt_lookup
     from k3jax.engine.engine import Engine
     from k3jax.engine.engine_config import EngineConfig
     from k3jax.engine.generate import PromptImages, generate, stream
@@ -44,6 +45,7 @@ _HOMES = {
     "generate": "k3jax.engine.generate",
     "load_model": "k3jax.weights",
     "parse_output": "k3jax.chat",
+    "prompt_lookup": "k3jax.engine.drafts",
     "stream": "k3jax.engine.generate",
 }
 
@@ -67,6 +69,7 @@ __all__ = [
     "generate",
     "load_model",
     "parse_output",
+    "prompt_lookup",
     "stream",
 ]
 

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from k3jax.config import K3Config
 from k3jax.engine.decode_loop import Loop, RowLimits, decode_loop, record
+from k3jax.engine.drafts import DraftedRow, Drafter, decode_with_drafts
 from k3jax.engine.kernel_plan import kernel_plan
 from k3jax.engine.request import (
     Completion,
@@ -51,6 +52,7 @@ def generate(
     images: Sequence[PromptImages | None] | None = None,
     dtype: jnp.dtype | None = None,
     plan: KernelPlan | None = None,
+    draft: Drafter | None = None,
 ) -> list[Completion]:
     """Complete every prompt; one result per prompt, in order.
 
@@ -61,6 +63,10 @@ def generate(
     call). Shapes are padded to powers of two, so calls of similar size
     share compiled programs. Raises ValueError naming the prompt that is empty, too long or holds
     an id outside the vocabulary, the stop id that can never come, or the images that do not fit.
+
+    `draft` proposes up to 7 tokens for a row at a time, such as `prompt_lookup`: the same tokens
+    come out in fewer steps where it is right, and in longer ones where it is not. It gives no
+    log-probabilities.
     """
     if not prompts:
         return []
@@ -69,9 +75,14 @@ def generate(
         raise ValueError(f"{len(images)} entries of images for {len(prompts)} prompts")
     for number, (prompt, setting) in enumerate(zip(prompts, settings, strict=True)):
         _check(config, prompt, setting, f"prompt {number}")
+        if draft is not None and setting.logprobs is not None:
+            raise ValueError(f"prompt {number} asks for log-probabilities, which drafts give none")
     batch = _Batch(params, config, prompts, settings, images, dtype, plan)
     batch.prefill()
-    batch.decode()
+    if draft is None:
+        batch.decode()
+    else:
+        batch.decode_with(draft)
     return batch.completions()
 
 
@@ -222,6 +233,28 @@ class _Batch:
                     logprobs=self.top,
                 )
             self.decoded += steps
+
+    def decode_with(self, draft: Drafter) -> None:
+        """Generate until every row is done, by verifying drafts."""
+        found = jax.device_get(self.loop)
+        rows = []
+        for row in range(self.rows):
+            prompt = self.prompts[row] if row < len(self.prompts) else ()
+            count = int(found.counts[row])
+            room = 0 if found.done[row] else int(self.budgets[row]) - count
+            rows.append(
+                DraftedRow([*prompt, *found.output[row, :count].tolist()], len(prompt), room)
+            )
+        with use_plan(self.plan):
+            self.state = decode_with_drafts(
+                self.params, self.config, draft, rows, self.sampling, self.stop_ids, self._table,
+                self.state,
+            )  # fmt: skip
+        output = np.zeros_like(found.output)
+        for number, row in enumerate(rows):
+            output[number, : len(row.tokens) - row.prompt] = row.tokens[row.prompt :]
+        counts = np.array([len(row.tokens) - row.prompt for row in rows], np.int32)
+        self.loop = self.loop.replace(output=output, counts=counts)
 
     def finish_reason(self, row: int, count: int, token: int) -> FinishReason | None:
         """Why the row ended with this token, or None while it goes on."""
