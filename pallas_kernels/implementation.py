@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels.measured import Measured, measured_steps, nearest
+from pallas_kernels.measured import Measured, measured_steps, nearest, worthwhile
 from pallas_kernels.shapes import ModelShape
 
 
@@ -101,10 +101,10 @@ def plan_kernels(
     """Choose an implementation for every op of a model; `config` is its K3Config or ModelShape.
 
     An op named in `overrides` runs as it says, or ValueError tells why it cannot. Any other op
-    runs as XLA unless a whole step of this model was measured to be faster with the kernel, on
-    this kind of device and at the workload nearest to `batch` rows and `context` tokens:
-    `measured` None reads what `scripts/tune_kernels.py` left in `pallas_kernels/tuned`. `device`
-    None is the one that JAX runs on.
+    runs as XLA unless whole steps of this model were measured to be faster with the kernel
+    (`measured.worthwhile`), on this kind of device and at the workload nearest to `batch` rows and
+    `context` tokens: `measured` None reads what `scripts/tune_kernels.py` left in
+    `pallas_kernels/tuned`. `device` None is the one that JAX runs on.
     """
     shape = (
         config
@@ -121,8 +121,8 @@ def plan_kernels(
         if op in wanted:
             choices.append(_explicit(op, wanted[op], support, device))
         else:
-            step = nearest(measured, op, shape, batch, context)
-            choices.append(_automatic(op, support, device, step))
+            steps = nearest(measured, op, shape, batch, context)
+            choices.append(_automatic(op, support, device, steps))
     return KernelPlan(device, tuple(choices))
 
 
@@ -189,30 +189,33 @@ def _explicit(op: str, wanted: Implementation, support: Support, device: Device)
         return Choice(op, wanted, "asked for")
     if not support.ok:
         raise ValueError(f"{op} cannot run as {wanted.value}: {support.reason}")
-    if wanted is Implementation.GPU and not _runs_kernels(device):
-        raise ValueError(f"{op} cannot run as gpu: {_device_rule(device)}")
+    if wanted is Implementation.GPU and not runs_kernels(device):
+        raise ValueError(f"{op} cannot run as gpu: {device_rule(device)}")
     return Choice(op, wanted, f"asked for; {support.reason}")
 
 
-def _automatic(op: str, support: Support, device: Device, step: Measured | None) -> Choice:
-    if not _runs_kernels(device):
-        return Choice(op, Implementation.XLA, _device_rule(device))
+def _automatic(op: str, support: Support, device: Device, steps: tuple[Measured, ...]) -> Choice:
+    if not runs_kernels(device):
+        return Choice(op, Implementation.XLA, device_rule(device))
     if not support.ok:
         return Choice(op, Implementation.XLA, support.reason)
-    if step is None:
+    if not steps:
         return Choice(op, Implementation.XLA, "the kernel fits, but no step was timed with it")
-    runs = Implementation.GPU if step.gpu_us < step.xla_us else Implementation.XLA
-    reason = (
-        f"a step of batch {step.batch} and context {step.context} takes {step.gpu_us:.0f} µs "
-        f"with the kernel, {step.xla_us:.0f} µs without"
-    )
-    return Choice(op, runs, reason)
+    runs = Implementation.GPU if worthwhile(steps) else Implementation.XLA
+    reasons = [
+        f"a {step.step} step of batch {step.batch} and context {step.context} takes "
+        f"{step.gpu_us:.0f} µs with the kernel, {step.xla_us:.0f} µs without"
+        for step in steps
+    ]
+    return Choice(op, runs, "; ".join(reasons))
 
 
-def _runs_kernels(device: Device) -> bool:
+def runs_kernels(device: Device) -> bool:
+    """Whether this is a GPU that the kernels are written for."""
     return device.platform == "gpu" and device.compute_capability == "9.0"
 
 
-def _device_rule(device: Device) -> str:
+def device_rule(device: Device) -> str:
+    """What kernels need, and what this device is instead."""
     found = device.compute_capability or f"a {device.platform}"
     return f"kernels need compute capability 9.0 (H100, H200); {device.kind} is {found}"

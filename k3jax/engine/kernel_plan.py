@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from k3jax.config import K3Config
 from k3jax.model.params import K3Params, MoEParams
 from k3jax.quant import QuantArray
@@ -32,14 +34,22 @@ def kernel_plan(
     (default: the model's), `dtype` that of activations (default: the embedding's). `params` may be
     shapes (`params.abstract`). Raises ValueError for an op or variant that cannot be.
     """
-    shape = ModelShape.of(config, str(params.embed.dtype if dtype is None else dtype), page_size)
     return plan_kernels(
-        shape.with_experts(_expert_format(params)),
+        model_shape(params, config, page_size=page_size, dtype=dtype),
         device,
         kernels,
         batch=batch,
         context=min(TYPICAL_CONTEXT, context or config.max_context),
     )
+
+
+def model_shape(
+    params: K3Params, config: K3Config, *, page_size: int, dtype: Any = None
+) -> ModelShape:
+    """What kernels see of weights as they are; the arguments are those of `kernel_plan`."""
+    name = str(jnp.dtype(params.embed.dtype if dtype is None else dtype))
+    shape = ModelShape.of(config, name, page_size)
+    return shape.with_experts(_expert_format(params))
 
 
 def _expert_format(params: K3Params) -> str | None:

@@ -1,5 +1,7 @@
 """A K3 of a few layers and some of its experts, and the engine's step at a workload."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from k3jax.engine.step import StepInputs, StepState, jitted_step
 from k3jax.model import params
 from k3jax.state import DecodeState, Spans
 from pallas_kernels.implementation import KernelPlan, use_plan
+from pallas_kernels.shapes import SMALL
 
 
 def slice_config(layers: int, experts: int, *, full: K3Config | None = None) -> K3Config:
@@ -27,8 +30,31 @@ def slice_config(layers: int, experts: int, *, full: K3Config | None = None) -> 
         num_experts=experts,
         num_experts_per_token=min(full.num_experts_per_token, experts),
         first_dense_layers=0,
-        attn_res_block_size=2,
+        attn_res_block_size=None if full.attn_res_block_size is None else 2,
         vision=None,
+    )
+
+
+def small_config() -> K3Config:
+    """A KDA and an MLA layer with experts, of `shapes.SMALL`: interpreted kernels take seconds."""
+    return replace(
+        slice_config(2, SMALL.experts),
+        vocab_size=128,
+        hidden_size=SMALL.hidden,
+        intermediate_size=128,
+        kda_layers=(0,),
+        kda_num_heads=SMALL.kda_heads,
+        kda_head_dim=SMALL.kda_head,
+        num_heads=SMALL.mla_heads,
+        q_lora_rank=64,
+        kv_lora_rank=SMALL.latent,
+        qk_nope_head_dim=SMALL.head_key,
+        v_head_dim=SMALL.head_value,
+        num_experts_per_token=SMALL.choices,
+        expert_latent_size=SMALL.expert_in,
+        moe_intermediate_size=SMALL.expert_width,
+        first_dense_layers=1,
+        max_context=256,
     )
 
 
@@ -74,11 +100,13 @@ def step_inputs(config: K3Config, rows: int, context: int, tokens: int, page: in
     )
 
 
-def new_state(config: K3Config, inputs: StepInputs, page: int) -> StepState:
+def new_state(
+    config: K3Config, inputs: StepInputs, page: int, dtype: Any = jnp.bfloat16
+) -> StepState:
     """Zeroed state with the slots and pages that the inputs name."""
     rows, entries = inputs.spans.page_table.shape
     decode = DecodeState.init(
-        config, num_slots=rows, num_pages=rows * entries, page_size=page, dtype=jnp.bfloat16
+        config, num_slots=rows, num_pages=rows * entries, page_size=page, dtype=dtype
     )
     return StepState(
         decode=decode,
@@ -87,24 +115,79 @@ def new_state(config: K3Config, inputs: StepInputs, page: int) -> StepState:
     )
 
 
+def random_state(
+    config: K3Config, inputs: StepInputs, page: int, dtype: Any = jnp.bfloat16
+) -> StepState:
+    """`new_state` as if tokens had gone before: normally distributed matrices and latents."""
+    spec = jax.eval_shape(lambda: new_state(config, inputs, page, dtype))
+
+    def numbers(number: int, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return _normal(number, math.prod(leaf.shape)) if is_float else np.zeros(1, np.int32)
+
+    return _by_leaf(numbers, spec)
+
+
 def weights_spec(config: K3Config) -> Any:
     """Shapes and dtypes of the slice's weights: bfloat16 and packed experts."""
     return params.abstract(config, jnp.bfloat16)
 
 
 def random_weights(config: K3Config) -> Any:
-    """Weights for timing: every array the same small pattern; packed codes cover all values."""
+    """Weights for timing: each array repeats a million normal numbers, or random packed codes."""
 
-    def leaf(spec: jax.ShapeDtypeStruct) -> jax.Array:
-        pattern = jnp.arange(1 << 16, dtype=jnp.uint32) * jnp.uint32(2654435761)
-        size = int(np.prod(spec.shape))
-        if spec.dtype == jnp.uint8:
-            bits = (pattern >> 24).astype(jnp.uint8)
-            # Scales (one per 16 bytes of codes) of about 1/√inputs.
-            bits = jnp.where(spec.shape[-1] < 128, 120, bits) if len(spec.shape) > 2 else bits
-            return jnp.resize(bits.astype(jnp.uint8), spec.shape)
-        unit = pattern.astype(jnp.float32) / 2**32 - 0.5
-        scale = spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1.0
-        return jnp.resize((unit * scale).astype(spec.dtype), spec.shape) if size else jnp.zeros(0)
+    def numbers(number: int, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        size = math.prod(leaf.shape)
+        if leaf.dtype == jnp.uint8:
+            return _codes(number, size, is_scale=leaf.shape[-1] < 128)
+        scale = leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1.0
+        return np.float32(scale) * _normal(number, size)
 
-    return jax.tree.map(leaf, weights_spec(config))
+    return _by_leaf(numbers, weights_spec(config))
+
+
+def held_bytes(config: K3Config, rows: int, context: int, page: int) -> int:
+    """Bytes of weights and state of a slice at a workload."""
+    inputs = step_inputs(config, rows, context - 1, 1, page)
+    state = jax.eval_shape(lambda: new_state(config, inputs, page))
+    return params.nbytes((weights_spec(config), state))
+
+
+PERIOD = (1 << 20) + 7
+"""Numbers after which an array repeats: odd, so that its rows do not."""
+
+
+def spread(numbers: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of that shape that takes the numbers in turn, over and over."""
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index += position * jnp.uint32(stride % (1 << 32))
+        stride *= shape[axis]
+    return numbers.astype(dtype)[index % len(numbers)]
+
+
+def _by_leaf(numbers: Callable[[int, jax.ShapeDtypeStruct], np.ndarray], spec: Any) -> Any:
+    """Arrays of these shapes, each of its `numbers` over and over."""
+    leaves, treedef = jax.tree.flatten(spec)
+
+    @jax.jit
+    def make(given: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(given, leaves, strict=True)
+        return [spread(numbers, leaf.shape, leaf.dtype) for numbers, leaf in pairs]
+
+    made = make([numbers(number, leaf) for number, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(treedef, made)
+
+
+def _normal(number: int, size: int) -> np.ndarray:
+    rng = np.random.default_rng(number)
+    return rng.standard_normal(max(1, min(PERIOD, size)), np.float32)
+
+
+def _codes(number: int, size: int, *, is_scale: bool) -> np.ndarray:
+    """Bytes of two MXFP4 codes, or scales that with them make weights of about 1/64."""
+    rng = np.random.default_rng(number)
+    low, high = (119, 122) if is_scale else (0, 256)
+    return rng.integers(low, high, min(PERIOD, size), np.uint8)

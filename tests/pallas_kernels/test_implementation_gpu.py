@@ -16,7 +16,7 @@ from pallas_kernels.implementation import (
     plan_kernels,
     use_plan,
 )
-from pallas_kernels.measured import Measured, measured_steps, write_measured
+from pallas_kernels.measured import Measured, measured_steps, merged, write_measured
 from pallas_kernels.shapes import K3, K3_NANO, KIMI_LINEAR, ModelShape
 
 H200 = Device("gpu", "NVIDIA H200", "9.0")
@@ -25,8 +25,8 @@ CPU = Device("cpu", "cpu")
 XLA, GPU, INTERPRET = Implementation.XLA, Implementation.GPU, Implementation.INTERPRET
 
 
-def step(batch=1, context=4096, gpu_us=900.0, shape=K3, op="kda_decode"):
-    return Measured(op, shape, batch, context, 1000.0, gpu_us)
+def step(batch=1, context=4096, gpu_us=900.0, shape=K3, op="kda_decode", kind="decode"):
+    return Measured(op, kind, shape, batch, context, 1000.0, gpu_us)
 
 
 def reason(plan: KernelPlan, op: str) -> str:
@@ -57,7 +57,8 @@ def test_without_a_hopper_gpu_everything_is_xla_and_says_so(device):
 
 def test_a_kernel_is_chosen_only_where_it_made_a_step_faster():
     assert plan_kernels(K3, H200, measured=())["kda_decode"] is XLA
-    assert plan_kernels(K3, H200, measured=(step(gpu_us=1001.0),))["kda_decode"] is XLA
+    for too_slow in (1001.0, 990.0):
+        assert plan_kernels(K3, H200, measured=(step(gpu_us=too_slow),))["kda_decode"] is XLA
     plan = plan_kernels(K3, H200, measured=(step(),))
     assert plan["kda_decode"] is GPU and plan["mla_decode"] is XLA
     assert "900 µs with the kernel, 1000 µs without" in reason(plan, "kda_decode")
@@ -67,6 +68,23 @@ def test_the_nearest_workload_decides():
     steps = (step(batch=1), step(batch=64, gpu_us=2000.0))
     assert plan_kernels(K3, H200, batch=4, measured=steps)["kda_decode"] is GPU
     assert plan_kernels(K3, H200, batch=16, measured=steps)["kda_decode"] is XLA
+
+
+@pytest.mark.parametrize(("prefill_us", "runs"), [(900.0, GPU), (1010.0, GPU), (1020.0, XLA)])
+def test_a_kernel_of_two_kinds_of_step_may_slow_neither_down(prefill_us, runs):
+    steps = (step(op="experts"), step(op="experts", kind="prefill", gpu_us=prefill_us))
+    plan = plan_kernels(K3, H200, measured=steps)
+    assert plan["experts"] is runs
+    assert f"a prefill step of batch 1 and context 4096 takes {prefill_us:.0f}" in reason(
+        plan, "experts"
+    )
+
+
+def test_new_measurements_replace_all_old_ones_of_their_model_and_workload():
+    failed_since = step(op="mla_decode")
+    kept = (step(batch=2), step(context=8192), step(shape=KIMI_LINEAR))
+    new = step(gpu_us=800.0)
+    assert merged((step(), failed_since, *kept), (new,)) == (*kept, new)
 
 
 def test_another_models_measurements_do_not_count():
