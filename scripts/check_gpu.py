@@ -1,14 +1,18 @@
-"""Runs every kernel on this machine's GPU: right against XLA first, then timed against it.
+"""Runs every kernel and whole steps on this machine's GPU: right against XLA, then timed beside it.
 
 Examples:
     python scripts/check_gpu.py                          # K3's shapes, batch 1, 16 and 64
-    python scripts/check_gpu.py --rows 1 --only kda_decode --out results
+    python scripts/check_gpu.py --minutes 4 --rows 1 --out results
     python scripts/check_gpu.py --interpret              # tiny shapes, interpreted, on a CPU
 
-A row per kernel and workload: largest error against the XLA form relative to the largest value, and
-the times of kernel and XLA beside the least the device could take. After them, whole decode steps
-of a slice of K3, all XLA and with one kernel more at a time. Exit code 1 when a kernel is wrong or
-fails, 2 without a GPU. --out writes check_gpu.json to a folder.
+In this order: what the machine is; every kernel against its XLA form; a decode and a prefill step
+of a slice of K3 with all kernels against all XLA; times of every kernel, of XLA, and the least that
+the device could take; times of the steps with no kernel, one, all, and the fastest choice. Checks
+always run; what is timed ends when --minutes are nearly over, and what was left out is said.
+Errors of kernels are relative to the largest value; steps may differ by 0.2 in log-probability.
+
+Exit code 1 when something is wrong or fails, 2 without a Hopper GPU. --out writes check_gpu.json to
+a folder.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,173 +33,148 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.implementation import Device, Implementation, kernel_supports, plan_kernels
+from k3jax.config import K3Config
+from pallas_kernels.implementation import Device, Implementation
 from pallas_kernels.shapes import DECODE_ROWS, NAMED, SMALL, ModelShape
-from scripts.gpu.cases import MAKERS, Case, Values, cases
-from scripts.gpu.floors import floor_us, speed_of
-from scripts.gpu.model_slice import (
-    StepProgram,
-    new_state,
-    random_weights,
-    slice_config,
-    step_inputs,
-)
+from scripts.gpu.budget import Budget
+from scripts.gpu.cases import MAKERS, cases
+from scripts.gpu.kernel_checks import HEADER, KernelCheck, describe
+from scripts.gpu.machine import about_machine, memory, unfit
+from scripts.gpu.model_slice import held_bytes, random_weights, slice_config, small_config
+from scripts.gpu.step_cases import MODELS
+from scripts.gpu.step_checks import StepChecks, StepRow
+from scripts.gpu.timed_steps import Model, Timing
 
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What became of one case; times are None when not measured."""
-
-    name: str
-    error: float | None
-    tolerance: float
-    kernel_us: float | None = None
-    xla_us: float | None = None
-    floor_us: float | None = None
-    failure: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the kernel ran and its error is within tolerance."""
-        return self.error is not None and self.error <= self.tolerance
+KERNEL_SECONDS = 4.0
+"""What timing one kernel and its XLA form takes at most, on a GPU."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check and time what the arguments name; the exit code says whether all is right."""
     options = _parser().parse_args(argv)
-    device = Device.current()
-    if not options.interpret and device.platform != "gpu":
-        print(f"no GPU: JAX runs on {device.kind}; --interpret checks on a CPU", file=sys.stderr)
-        return 2
-    shape = SMALL if options.interpret else _shape(options)
-    runs = Implementation.INTERPRET if options.interpret else Implementation.GPU
-    rows = (2,) if options.interpret else tuple(options.rows)
-    context = 40 if options.interpret else options.context
-    print(f"{device.kind}, jax {jax.__version__}")
-    print(f"{'case':<44}{'error':>9}{'kernel µs':>11}{'XLA µs':>10}{'floor µs':>10}")
-    results = []
-    for count in rows:
-        for case in cases(shape, count, context):
-            if options.only and case.op not in options.only:
-                continue
-            result = check(case, runs, device, timed=not options.interpret)
-            print(describe(result), flush=True)
-            results.append(result)
-    steps = [] if options.interpret or options.no_steps else list(_steps(options, device))
-    if options.out:
-        _write(Path(options.out), device, results, steps)
-    wrong = sum(not result.ok for result in results)
-    print(f"{len(results) - wrong} of {len(results)} right")
-    return 1 if wrong or not results else 0
-
-
-def check(case: Case, runs: Implementation, device: Device, *, timed: bool) -> Result:
-    """Run one case as XLA and as a kernel on equal arguments."""
-    speed = speed_of(device.kind)
-    floor = None if speed is None else floor_us(case.least_bytes, case.operations, speed)
+    if options.interpret:
+        options.rows, options.context, options.span = [2], 40, 9
+    budget = Budget(options.minutes)
     try:
-        want = case.jitted(Implementation.XLA)(*case.arguments(Values(0)))
-        got = case.jitted(runs)(*case.arguments(Values(0)))
-        error = relative_error(got, want)
-        del got, want
-        if not timed:
-            return Result(case.name, error, case.tolerance, floor_us=floor)
-        times = [best_us(case, which) for which in (runs, Implementation.XLA)]
-        return Result(case.name, error, case.tolerance, times[0], times[1], floor)
-    except Exception as failure:
-        message = f"{type(failure).__name__}: {str(failure)[:300]}"
-        return Result(case.name, None, case.tolerance, floor_us=floor, failure=message)
+        device = Device.current()
+    except RuntimeError as error:
+        print(f"JAX finds no device: {error}", file=sys.stderr)
+        return 2
+    about = about_machine()
+    print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+    reason = None if options.interpret else unfit(device) or _too_large(options)
+    if reason:
+        print(f"{reason}; --interpret checks on a CPU", file=sys.stderr)
+        return 2
+    kernels = [
+        KernelCheck(case, _runs(options), device)
+        for rows in options.rows
+        for case in cases(_shape(options), rows, options.context)
+        if not options.only or case.op in options.only
+    ]
+    print(f"{HEADER}\nright against XLA?", flush=True)
+    for kernel in kernels:
+        print(describe(kernel.check()), flush=True)
+    steps = _steps(options, device, budget) if _has_steps(options) else None
+    if steps:
+        steps.check()
+    _said_memory(budget)
+    print(f"how fast?\n{HEADER}", flush=True)
+    for kernel in kernels:
+        if kernel.result.ok and budget.allows(kernel.result.name, KERNEL_SECONDS):
+            print(describe(kernel.time(1 if options.interpret else 5)), flush=True)
+    timed = steps.time() if steps else []
+    for row in timed:
+        print(row)
+    _said_memory(budget)
+    for name in budget.skipped:
+        print(f"no time left for: {name}")
+    wrong = [k.result.name for k in kernels if not k.result.ok] + (steps.failures if steps else [])
+    if options.out:
+        _write(Path(options.out), about, kernels, timed, wrong, budget)
+    print(f"{sum(kernel.result.ok for kernel in kernels)} of {len(kernels)} kernels right", end="")
+    print(f", {len(steps.failures)} wrong steps" if steps else "")
+    return 1 if wrong or not kernels else 0
 
 
-def relative_error(got: Any, want: Any) -> float:
-    """Largest difference over all leaves, each relative to its largest value; NaN is infinite."""
-    errors = []
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
-        error = jnp.max(jnp.abs(one - other)) / jnp.maximum(jnp.max(jnp.abs(other)), 1e-30)
-        errors.append(float(jnp.where(jnp.isfinite(error), error, jnp.inf)))
-    return max(errors)
+def _has_steps(options: argparse.Namespace) -> bool:
+    return not options.no_steps and (options.interpret or options.model in MODELS)
 
 
-def best_us(case: Case, runs: Implementation, rounds: int = 5, calls: int = 10) -> float:
-    """Microseconds per call, the best of several rounds of calls that feed the state back."""
-    arguments = list(case.arguments(Values(0)))
-    function = case.jitted(runs)
-
-    def call() -> Any:
-        out, state = function(*arguments)
-        for index in case.donated:
-            arguments[index] = state
-        return out
-
-    jax.block_until_ready(call())
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready([call() for _ in range(calls)])
-        best = min(best, (time.perf_counter() - start) / calls)
-    return 1e6 * best
+def _config(options: argparse.Namespace) -> K3Config:
+    if options.interpret:
+        return small_config()
+    full = MODELS[options.model]()
+    return slice_config(options.layers, min(options.experts, full.num_experts), full=full)
 
 
-def describe(result: Result) -> str:
-    """One row of the table, and below it why a case failed."""
-
-    def cell(number: float | None, width: int, form: str) -> str:
-        return f"{'-' if number is None else format(number, form):>{width}}"
-
-    row = f"{result.name:<44}{cell(result.error, 9, '.1e')}{cell(result.kernel_us, 11, ',.1f')}"
-    row += f"{cell(result.xla_us, 10, ',.1f')}{cell(result.floor_us, 10, ',.1f')}"
-    if result.failure:
-        return f"{row}\n  FAILED: {result.failure}"
-    return row if result.ok else f"{row}\n  WRONG: error above {result.tolerance:.0e}"
-
-
-def step_us(config: Any, plan: Any, rows: int, context: int, page: int, weights: Any) -> float:
-    """Microseconds of one decode step of a model slice, best of 20."""
-    inputs = step_inputs(config, rows, context, 1, page)
-    program, state = StepProgram(config, plan), new_state(config, inputs, page)
-    best = float("inf")
-    for round_number in range(22):
-        start = time.perf_counter()
-        out, state = program.run(weights, inputs, state)
-        jax.block_until_ready(out.tokens)
-        if round_number > 1:
-            best = min(best, time.perf_counter() - start)
-    return 1e6 * best
+def _too_large(options: argparse.Namespace) -> str | None:
+    """Why weights and state of the steps do not fit the device, or None."""
+    limit = memory()[1]
+    if limit is None or not _has_steps(options):
+        return None
+    page = NAMED[options.model].page_size
+    needed = held_bytes(_config(options), max(options.rows), options.context, page)
+    if needed < 0.7 * limit:
+        return None
+    return (
+        f"the steps hold {needed / 1e9:.0f} GB and need room to work, of {limit / 1e9:.0f} GB: "
+        "fewer --layers, --experts, --rows or less --context"
+    )
 
 
-def _steps(options: argparse.Namespace, device: Device) -> Any:
-    config = slice_config(options.layers, options.experts)
-    weights = jax.block_until_ready(random_weights(config))
-    page = NAMED["k3"].page_size
-    print(f"decode step of {options.layers} layers, {options.experts} experts, µs")
-    for rows in options.rows:
-        for ops in ((), *((op,) for op in kernel_supports()), tuple(kernel_supports())):
-            plan = plan_kernels(config, device, dict.fromkeys(ops, "gpu"), measured=())
-            name = f"{rows} rows, {' + '.join(ops) or 'all XLA'}"
-            try:
-                taken = step_us(config, plan, rows, options.context, page, weights)
-            except Exception as failure:
-                print(f"{name:<60} FAILED: {type(failure).__name__}: {str(failure)[:200]}")
-                continue
-            print(f"{name:<60}{taken:>10,.0f}", flush=True)
-            yield {"rows": rows, "kernels": ops, "us": taken}
+def _steps(options: argparse.Namespace, device: Device, budget: Budget) -> StepChecks:
+    config = _config(options)
+    params = jax.block_until_ready(random_weights(config))
+    shape = _shape(options)
+    model = Model(params, config, jnp.dtype("bfloat16"), shape.page_size, _runs(options), device)
+    print(f"steps of {config.num_layers} layers with {config.num_experts} experts", flush=True)
+    return StepChecks(
+        model,
+        shape,
+        budget,
+        lambda text: print(f"  {text}", flush=True),
+        ops=options.only or MAKERS,
+        rows=options.rows,
+        context=options.context,
+        span=options.span,
+        timing=Timing(1, 1) if options.interpret else Timing(7, 10),
+    )
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:
-    shape = NAMED[options.model]
-    experts = min(shape.experts, options.experts)
-    return dataclasses.replace(shape, experts=experts)
+    shape = SMALL if options.interpret else NAMED[options.model]
+    return dataclasses.replace(shape, experts=min(shape.experts, options.experts))
 
 
-def _write(folder: Path, device: Device, results: list[Result], steps: list[Any]) -> None:
+def _runs(options: argparse.Namespace) -> Implementation:
+    return Implementation.INTERPRET if options.interpret else Implementation.GPU
+
+
+def _said_memory(budget: Budget) -> None:
+    peak, limit = memory()
+    known = f", at most {peak / 1e9:.1f} of {limit / 1e9:.1f} GB" if peak and limit else ""
+    print(f"[{budget.used:.0f} s{known}]", flush=True)
+
+
+def _write(
+    folder: Path,
+    about: dict[str, Any],
+    kernels: Sequence[KernelCheck],
+    steps: Sequence[StepRow],
+    wrong: Sequence[str],
+    budget: Budget,
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     found = {
-        "device": device.kind,
-        "jax": jax.__version__,
+        **about,
         "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "cases": [dataclasses.asdict(result) for result in results],
-        "steps": steps,
+        "seconds": round(budget.used),
+        "peak_bytes": memory()[0],
+        "cases": [dataclasses.asdict(kernel.result) for kernel in kernels],
+        "steps": [row._asdict() for row in steps],
+        "wrong": list(wrong),
+        "skipped": budget.skipped,
     }
     path = folder / "check_gpu.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -207,12 +187,16 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--interpret", action="store_true", help="tiny shapes, interpreted")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default 8)")
     parser.add_argument("--model", choices=NAMED, default="k3")
     parser.add_argument("--rows", nargs="+", type=int, default=list(DECODE_ROWS))
     parser.add_argument("--context", type=int, default=8192, help="cached tokens per row")
     parser.add_argument("--experts", type=int, default=64, help="experts of each layer at most")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the timed step")
-    parser.add_argument("--no-steps", action="store_true", help="leave the whole steps out")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the steps")
+    parser.add_argument("--span", type=int, default=512, help="tokens of the prefill step")
+    parser.add_argument(
+        "--no-steps", action="store_true", help="leave whole steps out, as --only does"
+    )
     parser.add_argument("--only", nargs="+", choices=MAKERS, metavar="OP", help=", ".join(MAKERS))
     parser.add_argument("--out", metavar="FOLDER", help="write check_gpu.json there")
     return parser
