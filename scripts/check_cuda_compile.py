@@ -13,7 +13,7 @@ Needs JAX's CUDA plugin but neither GPU nor driver nor CUDA toolkit: pip install
 One line per kernel: registers, spilled bytes, shared memory, threads, and matrix and bulk copy
 instructions. Wrong are spills, state that is not updated in place, copies of more than 1 MiB, and
 in steps conversions and transpositions too, beyond the number that is known. Exit code 1 then,
-2 when the plugin is missing.
+2 when the plugin is missing, or no plan gives the target kernels: each is named with the reason.
 """
 
 import argparse
@@ -25,8 +25,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from scripts.gpu.compiling import TARGETS, Report, compile_for, missing_plugin  # isort: skip
-from pallas_kernels.implementation import Implementation
+from scripts.gpu.compiling import (  # isort: skip
+    TARGETS,
+    Report,
+    compile_for,
+    missing_plugin,
+    target_device,
+)
+from pallas_kernels.implementation import Implementation, device_rule, runs_kernels
 from pallas_kernels.shapes import DECODE_ROWS, NAMED
 from scripts.gpu.cases import MAKERS, Specs, cases
 from scripts.gpu.source_cache import SourceCache
@@ -39,6 +45,11 @@ STEP = "step"
 def main(argv: list[str] | None = None) -> int:
     """Compile what the arguments name; the exit code says whether all is well."""
     options = _parser().parse_args(argv)
+    reason = refused(options.target)
+    if reason:
+        for name in _names(options):
+            print(f"{name} [{options.target}]: not compiled, {reason}")
+        return 2
     missing = missing_plugin()
     if missing:
         print(missing, file=sys.stderr)
@@ -89,6 +100,24 @@ def _reports(options: argparse.Namespace) -> Iterator[Report]:
     if not options.only or STEP in options.only:
         for step in step_cases(options.model, options.rows, options.context, options.span):
             yield _compile_step(step, options.target)
+
+
+def refused(target: str) -> str | None:
+    """Why no plan runs kernels on such a device, so that there is nothing to compile; or None."""
+    device = target_device(target)
+    return None if runs_kernels(device) else device_rule(device)
+
+
+def _names(options: argparse.Namespace) -> Iterator[str]:
+    """What `_reports` would report on."""
+    shape = NAMED[options.model]
+    for rows in options.rows:
+        for case in cases(shape, rows, options.context):
+            if not options.only or case.op in options.only:
+                yield case.name
+    if not options.only or STEP in options.only:
+        for step in step_cases(options.model, options.rows, options.context, options.span):
+            yield step.name
 
 
 def _compile_step(step: StepCase, target: str) -> Report:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.implementation import kernel_supports
+
 ROOT = Path(__file__).parents[1]
 
 # Logs what it is asked to do; `-m pip` makes the folder after --target, then does what $PIP says.
@@ -58,3 +60,16 @@ def test_a_plugin_that_cannot_be_installed_is_said_and_fails(clone: Path):
     assert done.returncode == 1 and log == ["pip"]
     assert "cannot install jax-cuda13-plugin" in done.stderr
     assert run(clone)[1] == ["pip", "scripts/check_cuda_compile.py"]
+
+
+def test_a_target_without_kernels_is_refused_kernel_by_kernel():
+    arguments = ["--target", "b200", "--rows", "1"]
+    done = subprocess.run(
+        [sys.executable, "scripts/check_cuda_compile.py", *arguments],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    lines = done.stdout.splitlines()
+    assert all("not compiled" in line and "NVIDIA B200 is 10.0" in line for line in lines)
+    named = {line.split()[0] for line in lines}
+    assert named == {*kernel_supports(), "decode", "prefill"}

@@ -26,6 +26,7 @@ import jax
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import topologies
 
+from pallas_kernels.implementation import Device
 from scripts.gpu.program_text import KernelReport, Move, large_moves, parse_assembler
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -147,6 +148,12 @@ def compile_for(
         tuple(moves),
         tuple(problems),
     )
+
+
+def target_device(name: str) -> Device:
+    """The device as a kernel plan knows it."""
+    target = TARGETS[name]
+    return Device("gpu", target.device, ".".join(map(str, target.capability)))
 
 
 def _mesh(name: str) -> Any:
