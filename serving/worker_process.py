@@ -89,6 +89,8 @@ async def _start(options: WorkerOptions, say: Say) -> Worker:
     state = ServiceState(on_phase=lambda phase: say(phase_line(phase)))
     with state.phase("tokenizer"):
         text = TextModel.open(options.weights)
+    sizes: dict[str, Any] = options.sizes.given()
+    settings = EngineConfig(**sizes).resolve(text.config)
     with state.phase("weights") as phase:
         enable_compilation_cache()
         params, _ = await asyncio.to_thread(
@@ -100,8 +102,6 @@ async def _start(options: WorkerOptions, say: Say) -> Worker:
         )
         phase.bytes = num_bytes(params)
     with state.phase("caches") as phase:
-        sizes: dict[str, Any] = options.sizes.given()
-        settings = EngineConfig(**sizes).resolve(text.config)
         plan = plan_memory(params, text.config, settings)
         plan.check()
         engine = Engine(params, text.config, EngineConfig(**sizes))

@@ -126,6 +126,23 @@ def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
     assert "Traceback" not in errors
 
 
+def test_sizes_that_cannot_be_are_refused_before_weights_are_read():
+    with serving(
+        "--max-context",
+        "9k",
+        "--grpc-only",
+        "--listen",
+        f"127.0.0.1:{free_port()}",
+        "--metrics-port",
+        "0",
+    ) as process:
+        said, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 2
+    assert "max_context = 9216, expected 2..8192" in errors
+    assert "tokenizer" in said and "weights" not in said
+
+
 def test_start_that_is_called_off_while_compiling_ends_at_once_and_quietly():
     options = ("--max-rows", "2", "--max-context", "512", "--grpc-only", "--metrics-port", "0")
     with serving(*options, "--listen", f"127.0.0.1:{free_port()}") as process:
