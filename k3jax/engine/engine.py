@@ -313,7 +313,7 @@ class Engine:
         sequence, token = emission.sequence, emission.token
         if sequence.first_token is None:
             sequence.first_token = now
-        logprobs = wanted_logprobs(emission, found)
+        logprobs = None if found is None else wanted_logprobs(emission, found)
         if emission.finish_reason is None:
             return token_event(sequence, token, logprobs)
         self._forget(sequence)

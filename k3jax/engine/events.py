@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from k3jax.engine.request import FinishReason, RequestTiming, TokenEvent, TokenLogprobs
@@ -43,7 +42,7 @@ def last_event(
             finished=now,
         )
     event = token_event(sequence, token, logprobs)
-    return dataclasses.replace(event, finish_reason=reason, timing=timing, error=error)
+    return event._replace(finish_reason=reason, timing=timing, error=error)
 
 
 def wanted_logprobs(emission: Emission, found: Any) -> TokenLogprobs | None:

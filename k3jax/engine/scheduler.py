@@ -84,9 +84,9 @@ class Scheduler:
         plan.publications = []
         emissions = []
         for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=False)):
-            sequence = row.sequence
             if not row.emits:
                 continue
+            sequence = row.sequence
             sequence.pending -= 1
             if sequence.phase is Phase.FINISHED:
                 continue

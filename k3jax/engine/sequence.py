@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from k3jax.cache.prefix import PrefixEntry
 from k3jax.engine.request import FinishReason, Request, SamplingParams, TokenConstraint
@@ -21,7 +22,7 @@ class Phase(Enum):
     FINISHED = auto()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One choice. `tokens` are prompt and known output; counts below are in tokens."""
 
@@ -62,11 +63,11 @@ class Sequence:
     submitted: float = 0.0
     admitted: float | None = None
     first_token: float | None = None
+    num_prompt: int = field(init=False)
+    """Length of the prompt."""
 
-    @property
-    def num_prompt(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt)
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt)
 
     @property
     def num_generated(self) -> int:
@@ -94,7 +95,7 @@ class Sequence:
         return next((at for at in self.checkpoints if at > self.computed), len(self.tokens))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Row:
     """One sequence's part in a step, as it was when the step was planned."""
 
@@ -118,7 +119,7 @@ class Publication:
     entry: PrefixEntry
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class StepPlan:
     """One step: its rows, padded to a bucket of `num_rows` × `width` tokens."""
 
@@ -139,8 +140,7 @@ class StepPlan:
         return max(row.start + row.length for row in self.rows)
 
 
-@dataclass(frozen=True)
-class Emission:
+class Emission(NamedTuple):
     """A token that a step sampled for a sequence, and whether it ended it."""
 
     sequence: Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from k3jax.engine.engine import CacheChange, QueueFull, StepFailed
 from k3jax.engine.request import (
@@ -118,7 +118,7 @@ class FakeEngine:
         if self.steps == self.break_at:
             entry = self._running.pop("broken")
             event = self._event(entry, 0, None, FinishReason.ERROR)
-            self._pending.append(replace(event, error="its constraint raised"))
+            self._pending.append(event._replace(error="its constraint raised"))
         if self.step_seconds:
             time.sleep(self.step_seconds)
         while not self.hold.is_set() and self._waiting and len(self._running) < self.max_rows:
