@@ -7,7 +7,8 @@ Examples:
     python scripts/check_cuda_compile.py --rows 16 --cache FOLDER   # again only if sources changed
 
 Every kernel alone, then the engine's own jitted step of a slice of K3 (two KDA layers and one MLA
-layer with routed experts) with all kernels: decode steps, and a prefill span. Nothing is allocated.
+layer with routed experts) with all kernels: decode steps, verification steps of 4 tokens per row (8
+if there is one row), and a prefill span. Nothing is allocated.
 
 Needs JAX's CUDA plugin but neither GPU nor driver nor CUDA toolkit: pip install ".[cuda-compile]".
 One line per kernel: registers, spilled bytes, shared memory, threads, and matrix and bulk copy

@@ -14,6 +14,7 @@ from k3jax.engine.batch import Packer
 from k3jax.engine.engine import MAX_LOGPROBS
 from k3jax.engine.sampling import TokenHistory
 from k3jax.engine.step import StepInputs, StepState, jitted_step
+from k3jax.engine.verify import VerifyInputs, jitted_verify_step
 from k3jax.model import params
 from k3jax.state import DecodeState, Spans
 from pallas_kernels.implementation import KernelPlan, use_plan
@@ -62,21 +63,25 @@ def small_config() -> K3Config:
 class StepProgram:
     """The engine's own jitted step under a plan; run or traced with (weights, inputs, state).
 
-    The state is donated. Each step finds log-probabilities if some row asks for them, as the
-    engine's do.
+    Inputs that hold drafts get the step that verifies them. The state is donated. Each plain step
+    finds log-probabilities if some row asks for them, as the engine's do.
     """
 
     config: K3Config
     plan: KernelPlan | None
 
-    def run(self, weights: Any, inputs: StepInputs, state: StepState) -> Any:
+    def run(self, weights: Any, inputs: StepInputs | VerifyInputs, state: StepState) -> Any:
         """The step's output, and the state after it."""
         with use_plan(self.plan):
+            if isinstance(inputs, VerifyInputs):
+                return jitted_verify_step(weights, self.config, inputs, state)
             return jitted_step(weights, self.config, inputs, state, logprobs=MAX_LOGPROBS)
 
-    def trace(self, weights: Any, inputs: StepInputs, state: StepState) -> Any:
+    def trace(self, weights: Any, inputs: StepInputs | VerifyInputs, state: StepState) -> Any:
         """As `jax.jit(…).trace`."""
         with use_plan(self.plan):
+            if isinstance(inputs, VerifyInputs):
+                return jitted_verify_step.trace(weights, self.config, inputs, state)
             return jitted_step.trace(weights, self.config, inputs, state, logprobs=MAX_LOGPROBS)
 
 
@@ -100,8 +105,24 @@ def step_inputs(config: K3Config, rows: int, context: int, tokens: int, page: in
     )
 
 
+def verify_inputs(
+    config: K3Config, rows: int, context: int, tokens: int, page: int
+) -> VerifyInputs:
+    """Each row's last token and `tokens` − 1 drafts after `context` cached tokens, all allowed."""
+    step = step_inputs(config, rows, context, tokens, page)
+    words = -(-config.vocab_size // 32)
+    return VerifyInputs(
+        tokens=step.tokens,
+        spans=step.spans,
+        lanes=step.lanes,
+        sampling=step.sampling,
+        masks=np.full((rows, tokens, words), 0xFFFFFFFF, np.uint32),
+        stop_ids=np.full((rows, 1), -1, np.int32),
+    )
+
+
 def new_state(
-    config: K3Config, inputs: StepInputs, page: int, dtype: Any = jnp.bfloat16
+    config: K3Config, inputs: StepInputs | VerifyInputs, page: int, dtype: Any = jnp.bfloat16
 ) -> StepState:
     """Zeroed state with the slots and pages that the inputs name."""
     rows, entries = inputs.spans.page_table.shape
