@@ -72,4 +72,4 @@ def test_a_target_without_kernels_is_refused_kernel_by_kernel():
     lines = done.stdout.splitlines()
     assert all("not compiled" in line and "NVIDIA B200 is 10.0" in line for line in lines)
     named = {line.split()[0] for line in lines}
-    assert named == {*kernel_supports(), "decode", "prefill"}
+    assert named == {*kernel_supports(), "decode", "verify", "prefill"}
