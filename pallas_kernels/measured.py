@@ -19,10 +19,10 @@ class Measured(NamedTuple):
 
     op: str
     step: str
-    """Its kind: "decode" or "prefill"."""
+    """Its kind: "decode", "prefill" or "verify"."""
     shape: ModelShape
     batch: int
-    """Rows that decode; a prefill step has the span of one of them."""
+    """Rows that decode or verify; a prefill step has the span of one of them."""
     context: int
     """Tokens cached per row, those of the step included."""
     xla_us: float

@@ -5,10 +5,11 @@ Examples:
     python scripts/check_gpu.py --minutes 4 --rows 1 --out results
     python scripts/check_gpu.py --interpret              # tiny shapes, interpreted, on a CPU
 
-In this order: what the machine is; every kernel against its XLA form; a decode and a prefill step
-of a slice of K3 with all kernels against all XLA; times of every kernel, of XLA, and the least that
-the device could take; times of the steps with no kernel, one, all, and the fastest choice. Checks
-always run; what is timed ends when --minutes are nearly over, and what was left out is said.
+In this order: what the machine is; every kernel against its XLA form; decode, prefill and
+verification steps of a slice of K3 with all kernels against all XLA; times of every kernel, of XLA,
+and the least that the device could take; times of the steps with no kernel, one, all, and the
+fastest choice. Checks always run; what is timed ends when --minutes are nearly over, and what was
+left out is said.
 Errors of kernels are relative to the largest value; steps may differ by 0.2 in log-probability.
 
 Exit code 1 when something is wrong or fails, 2 without a Hopper GPU. --out writes check_gpu.json to

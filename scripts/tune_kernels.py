@@ -5,7 +5,8 @@ Examples:
     python scripts/tune_kernels.py --shape k3 --layers 4 --experts 64 --dry-run
     python scripts/tune_kernels.py --interpret --out FOLDER     # the machinery alone, on a CPU
 
-For every batch and context: decode steps of so many rows, and a prefill step of one row's span.
+For every batch and context: decode steps of so many rows, steps that verify three drafts in each,
+and a prefill step of one row's span (or those of them that --steps names).
 First everything is XLA, then each kernel is tried beside the best so far, and the one that makes
 the steps fastest stays, until none makes one faster by 2 % without making another slower. A step
 that fails, or whose answer is not that of XLA, is reported and not chosen. What was measured goes
@@ -90,12 +91,13 @@ def main(argv: list[str] | None = None) -> int:
 def tune(options: argparse.Namespace, model: Model, subject: Subject) -> Iterator[Tuned]:
     """Each workload in turn; `subject` is that of all, but for batch and context."""
     fitting = [op for op, supports in kernel_supports().items() if supports(subject.shape).ok]
-    step_ops = {k: tuple(op for op in ops if op in fitting) for k, ops in STEP_OPS.items()}
+    kinds = {kind: STEP_OPS[kind] for kind in options.steps}
+    step_ops = {k: tuple(op for op in ops if op in fitting) for k, ops in kinds.items()}
     timing = Timing(options.rounds, options.calls)
     for batch in options.batch:
         for context in options.context:
             _say(f"batch {batch}, context {context}")
-            steps = {kind: Step(kind, model, batch, context, options.span) for kind in STEP_OPS}
+            steps = {kind: Step(kind, model, batch, context, options.span) for kind in kinds}
             trials = StepTrials(steps, timing, _say)
             about = subject._replace(batch=batch, context=context)
             selection = select(about, step_ops, trials.times_us)
@@ -203,6 +205,14 @@ def _numbers(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    for kind in kinds:
+        if kind not in STEP_OPS:
+            raise argparse.ArgumentTypeError(f"{kind!r}, expected {', '.join(STEP_OPS)}")
+    return kinds
+
+
 def _parser() -> argparse.ArgumentParser:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
@@ -215,6 +225,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=_numbers, help="decoding rows, as 1,16 (default 1)")
     parser.add_argument("--context", type=_numbers, help="tokens per row (default 4096)")
     parser.add_argument("--span", type=_positive, help="tokens of the prefill step (default 512)")
+    parser.add_argument(
+        "--steps", type=_kinds, default=list(STEP_OPS), help=f"of {','.join(STEP_OPS)} (all)"
+    )
     parser.add_argument("--page-size", type=_positive, help="(default 64)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=_positive, help="of which the median counts (default 9)")

@@ -137,7 +137,7 @@ def new_state(
 
 
 def random_state(
-    config: K3Config, inputs: StepInputs, page: int, dtype: Any = jnp.bfloat16
+    config: K3Config, inputs: StepInputs | VerifyInputs, page: int, dtype: Any = jnp.bfloat16
 ) -> StepState:
     """`new_state` as if tokens had gone before: normally distributed matrices and latents."""
     spec = jax.eval_shape(lambda: new_state(config, inputs, page, dtype))

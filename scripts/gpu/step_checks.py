@@ -34,7 +34,7 @@ class StepRow(NamedTuple):
 
 
 class StepChecks:
-    """Decode steps of several numbers of rows, and one row's prefill beside the first."""
+    """Decode steps of several numbers of rows, and the other kinds of step beside the first."""
 
     def __init__(
         self,

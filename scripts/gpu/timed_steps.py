@@ -13,14 +13,18 @@ from k3jax.config import K3Config
 from k3jax.engine.kernel_plan import model_shape
 from k3jax.engine.step import StepOutput
 from pallas_kernels.implementation import Device, Implementation, KernelPlan, plan_kernels
-from scripts.gpu.model_slice import StepProgram, random_state, step_inputs
+from scripts.gpu.model_slice import StepProgram, random_state, step_inputs, verify_inputs
 from scripts.gpu.selection import Ops
 
 STEP_OPS: Mapping[str, tuple[str, ...]] = {
     "decode": ("kda_decode", "mla_decode", "experts", "residual_mix"),
     "prefill": ("kda_prefill", "mla_prefill", "experts", "residual_mix"),
+    "verify": ("kda_verify", "kda_replay", "mla_decode", "experts", "residual_mix"),
 }
 """The ops that each kind of step runs."""
+
+VERIFY_TOKENS = 4
+"""The last token and its drafts, of every row of a verification step."""
 
 TOLERANCE = 0.2
 """Largest difference of log-probabilities between two forms of a step in bfloat16."""
@@ -59,31 +63,57 @@ class Step:
     """One kind of step of a model: it holds the state that its calls pass on."""
 
     def __init__(self, kind: str, model: Model, batch: int, context: int, span: int) -> None:
-        """`batch` rows that decode, or one row's prefill of `span` tokens.
+        """`batch` rows that decode or verify drafts, or one row's prefill of `span` tokens.
 
         Each row then has `context` tokens. Raises ValueError for a context that is too short.
         """
-        rows, tokens = (batch, 1) if kind == "decode" else (1, span)
+        sizes = {"decode": (batch, 1), "verify": (batch, VERIFY_TOKENS), "prefill": (1, span)}
+        rows, tokens = sizes[kind]
         if context <= tokens:
             raise ValueError(f"context = {context}, expected more than the {tokens} of a step")
         self.kind, self.model = kind, model
         self.name = f"{kind}, {rows} row{'s' if rows > 1 else ''}" + (
             f" of {tokens} tokens" if tokens > 1 else ""
         )
-        inputs = step_inputs(model.config, rows, context - tokens, tokens, model.page_size)
-        self._inputs = jax.device_put(inputs.replace(wants_logprobs=np.zeros(rows, np.bool_)))
+        self._inputs, self._after = self._given(rows, tokens, context)
         self._state: Any = None
 
+    def _given(self, rows: int, tokens: int, context: int) -> tuple[Any, Any]:
+        """The step's inputs, and for a verification those of the plain step that shows its state.
+
+        Each place but the last of a verification allows its draft alone: all of them are right
+        under any kernels, so that all are replayed.
+        """
+        config, page = self.model.config, self.model.page_size
+        silent = np.zeros(rows, np.bool_)
+        if self.kind != "verify":
+            inputs = step_inputs(config, rows, context - tokens, tokens, page)
+            return jax.device_put(inputs.replace(wants_logprobs=silent)), None
+        inputs = verify_inputs(config, rows, context - tokens, tokens, page)
+        masks = np.array(inputs.masks)
+        masks[:, :-1] = 0
+        row, place = np.ogrid[:rows, : tokens - 1]
+        draft = np.asarray(inputs.tokens)[:, 1:]
+        masks[row, place, draft // 32] = np.uint32(1) << (draft % 32).astype(np.uint32)
+        spans = inputs.spans.replace(starts=np.asarray(inputs.spans.starts) - 1)
+        after = step_inputs(config, rows, context - 1, 1, page).replace(wants_logprobs=silent)
+        return jax.device_put((inputs.replace(masks=masks, spans=spans), after))
+
     def answer(self, ops: Collection[str]) -> StepOutput:
-        """What the step says with these kernels, from a state that is always the same."""
-        wants = jnp.ones_like(self._inputs.wants_logprobs)
+        """What the step says with these kernels, from a state that is always the same.
+
+        Of a verification, what a plain step without kernels says after it.
+        """
         self._state = None  # makes room
         self._state = random_state(
             self.model.config, self._inputs, self.model.page_size, self.model.dtype
         )
-        return jax.device_get(
-            self._run(self.model.plan(ops), self._inputs.replace(wants_logprobs=wants))
-        )
+        last, plan = self._inputs, self.model.plan(ops)
+        if self._after is not None:
+            self._run(plan, self._inputs)
+            last, plan = self._after, self.model.plan(())
+        wants = jnp.ones_like(last.wants_logprobs)
+        return jax.device_get(self._run(plan, last.replace(wants_logprobs=wants)))
 
     def times_us(self, choices: Sequence[Collection[str]], timing: Timing) -> list[float]:
         """Median microseconds of a step with each choice of kernels, the rounds interleaved.
@@ -104,7 +134,7 @@ class Step:
         jax.block_until_ready([self._run(plan, self._inputs).tokens for _ in range(calls)])
         return (time.perf_counter() - start) / calls
 
-    def _run(self, plan: KernelPlan, inputs: Any) -> StepOutput:
+    def _run(self, plan: KernelPlan, inputs: Any) -> Any:
         program = StepProgram(self.model.config, plan)
         output, self._state = program.run(self.model.params, inputs, self._state)
         return output

@@ -10,13 +10,23 @@ import pytest
 
 from k3jax.engine.kernel_plan import model_shape
 from k3jax.engine.step import StepOutput
+from k3jax.engine.verify import jitted_verify_step
+from k3jax.model import backbone
 from k3jax.model.params import init
 from k3jax.weights import save_native
 from pallas_kernels.implementation import Device, Implementation, plan_kernels
 from pallas_kernels.measured import Measured, measured_steps, write_measured
 from pallas_kernels.shapes import K3, SMALL, ModelShape
 from scripts import tune_kernels
-from scripts.gpu.model_slice import StepProgram, new_state, small_config, step_inputs, weights_spec
+from scripts.gpu.model_slice import (
+    StepProgram,
+    new_state,
+    random_weights,
+    small_config,
+    step_inputs,
+    verify_inputs,
+    weights_spec,
+)
 from scripts.gpu.selection import Subject, select
 from scripts.gpu.timed_steps import STEP_OPS, Model, Step, StepTrials, Timing, disagreement
 from tests.helpers import tiny_config
@@ -39,6 +49,7 @@ def test_what_is_measured_of_weights_is_what_a_plan_of_theirs_then_finds(tmp_pat
     write_measured("cpu", (other,), {}, tmp_path)
     sizes = "--batch 2 --context 40 --span 9 --page-size 16 --rounds 1 --calls 1".split()
     arguments = ["--interpret", str(tmp_path / "model"), "--json", "--out", str(tmp_path), *sizes]
+    arguments += ["--steps", "decode,prefill"]
     assert tune_kernels.main(arguments) == 0
     [workload] = json.loads(capsys.readouterr().out)["workloads"]
     found = measured_steps("cpu", tmp_path)
@@ -77,12 +88,13 @@ def test_a_kernel_that_was_chosen_is_planned(tmp_path):
 
 @pytest.mark.parametrize("kind", STEP_OPS)
 def test_a_kind_of_step_runs_the_ops_that_are_listed_for_it_and_no_others(kind):
-    config, rows, tokens = small_config(), 1, 1 if kind == "decode" else 16
+    config, rows, tokens = small_config(), 1, {"decode": 1, "verify": 4, "prefill": 16}[kind]
     model = Model(
         weights_spec(config), config, jnp.dtype("bfloat16"), 16,
         Implementation.INTERPRET, Device("cpu", "cpu"),
     )  # fmt: skip
-    inputs = step_inputs(config, rows, 40 - tokens, tokens, 16)
+    given = verify_inputs if kind == "verify" else step_inputs
+    inputs = given(config, rows, 40 - tokens, tokens, 16)
     state = jax.eval_shape(lambda: new_state(config, inputs, 16))
 
     def program(ops):
@@ -91,6 +103,25 @@ def test_a_kind_of_step_runs_the_ops_that_are_listed_for_it_and_no_others(kind):
     without = program(())
     every = [choice.op for choice in model.plan(()).choices]
     assert {op for op in every if program((op,)) != without} == set(STEP_OPS[kind])
+
+
+def test_the_answer_of_a_verification_shows_every_token_that_it_replays(monkeypatch):
+    config = small_config()
+    model = Model(
+        random_weights(config), config, jnp.dtype("float32"), 16,
+        Implementation.INTERPRET, Device("cpu", "cpu"),
+    )  # fmt: skip
+    want = Step("verify", model, 2, 40, 9).answer(())
+    kernel = Step("verify", model, 2, 40, 9).answer(("kda_replay",))
+    assert disagreement(kernel, want) < 1e-3
+
+    replay = backbone.replay
+    forget = jitted_verify_step.clear_cache  # pyright: ignore[reportAttributeAccessIssue]
+    forget()
+    monkeypatch.setattr(backbone, "replay", lambda t, n, *rest: replay(t, n - 1, *rest))
+    short = Step("verify", model, 2, 40, 9).answer(())
+    forget()
+    assert disagreement(short, want) > 1e-3
 
 
 def answer(tokens, ids, logprobs):
@@ -165,6 +196,7 @@ def test_without_a_gpu_the_tuner_refuses(capsys):
         (["--interpret"], "--interpret needs --out"),
         (["--shape", "k3", "--dtype", "float32"], "weights of bfloat16"),
         (["k3-nano", "--batch", "1,0"], "0, expected at least 1"),
+        (["k3-nano", "--steps", "decode,draft"], "'draft', expected decode, prefill, verify"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(arguments, message, capsys):
