@@ -159,14 +159,16 @@ class Gateway:
     def stop(self) -> None:
         """End the process once open requests have finished, or have had their while.
 
-        Left alone it would listen for five more seconds, for balancers that do not know yet.
+        Left alone it would listen for five more seconds, for balancers that do not know yet. With
+        `otlp` it is left alone: it sends its last spans at the very end.
         """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self.options.grace_seconds + STOP_SECONDS
         idle = 0
         while self.process.poll() is None and time.monotonic() < deadline and idle < IDLE_POLLS:
-            idle = idle + 1 if self.open_requests() == 0 else 0
+            done = self.options.otlp is None and self.open_requests() == 0
+            idle = idle + 1 if done else 0
             time.sleep(POLL_SECONDS)
         self.process.kill()
         self.process.wait()

@@ -133,11 +133,7 @@ def test_collector_gets_the_span_of_a_request_through_the_gateway_in_its_callers
         running_worker(lambda: engine, spans=exporting(address, "nano")) as worker,
         running_gateway(worker, otlp=address, lines=lines) as gateway,
     ):
-        OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0).chat.completions.create(
-            model="nano",
-            messages=[{"role": "user", "content": "hi"}],
-            extra_headers={"traceparent": HEADER},
-        )
+        ask_traced(gateway.url)
         worker.drain()  # which sends what is left
 
         spans = {span.name: span for span in collector.spans}
@@ -146,3 +142,26 @@ def test_collector_gets_the_span_of_a_request_through_the_gateway_in_its_callers
         values = {a.key: a.value for a in spans["llm_request"].attributes}
         assert values["gen_ai.usage.completion_tokens"].int_value > 0
         assert not [line for line in lines if " INFO " in line], "logged for the sake of spans"
+
+
+def test_spans_of_the_last_request_are_sent_though_the_gateway_is_stopped_at_once():
+    model = nano()
+    engine = FakeEngine(Replies(model.text.tokenizer, {}), eos=model.text.config.eos_token_ids)
+    with (
+        collecting() as (collector, address),
+        running_worker(lambda: engine) as worker,
+    ):
+        with running_gateway(worker, otlp=address) as gateway:
+            ask_traced(gateway.url)
+
+        assert any(span.trace_id.hex() == TRACE for span in collector.spans)
+        assert gateway.process.returncode == 0, "it was ended before it had sent what was left"
+
+
+def ask_traced(url: str) -> None:
+    """A question to the gateway within the trace of `HEADER`."""
+    OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).chat.completions.create(
+        model="nano",
+        messages=[{"role": "user", "content": "hi"}],
+        extra_headers={"traceparent": HEADER},
+    )
