@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 # Interpreted kernels wait for one another on threads of XLA's pool, which has one per core.
 os.environ.setdefault("NPROC", "16")
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
