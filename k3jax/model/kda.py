@@ -63,14 +63,12 @@ def kda(
         o, _ = kda_chunk(*_masked(inputs, spans), None, log_decay_bound=bound)
         return _output(params, config, x, o), None
     lengths, reads = jnp.asarray(spans.lengths), jnp.asarray(spans.read_slots)
+    writes = _written(spans)
     if tokens == 1:
-        inputs = _masked(inputs, spans)
-        writes = _written(spans)
-        q, k, v, log_decay, beta = (a[:, 0] for a in inputs)
+        q, k, v, log_decay, beta = (a[:, 0] for a in _masked(inputs, spans))
         o, matrices = kda_decode(q, k, v, log_decay, beta, pools[0], reads, writes)
         o = o[:, None]
     else:
-        writes = _written(spans)
         o, matrices = kda_prefill(*inputs, lengths, pools[0], reads, writes, log_decay_bound=bound)
     pools = (matrices, write_slots(pools[1], writes, window))
     return _output(params, config, x, o), pools
