@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.engine.host import COMPILER_OPTIONS
 from k3jax.quant import quantize
 from pallas_kernels.linear import decode_int8
-from pallas_kernels.linear.linear_xla import lone_row, padded_rows, streamed
+from pallas_kernels.linear.linear_xla import padded_rows, side_by_side, streamed
 from pallas_kernels.linear.packed_xla import int8_product
 from pallas_kernels.moe.blocks_xla import experts_by_block
 from pallas_kernels.moe.pairs_xla import experts_by_pair
@@ -155,8 +156,8 @@ def float_cases(rows: int, rng: np.random.Generator) -> dict[str, Timed]:
         "broadcast sum": broadcast_sum,
         "streamed*": streamed,
     }
-    if rows == 1:
-        forms["sums side by side*"] = lone_row
+    if rows <= 8:
+        forms["sums side by side*"] = side_by_side
     if rows <= 4:
         forms["dot per row"] = dot_per_row
     if padded_rows(rows) != rows:
@@ -216,7 +217,7 @@ def _chain(form: Product) -> Callable[..., jax.Array]:
             x = y.reshape(len(x), OUT // IN, IN).sum(1) * 0.5
         return x
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
 
 def _expert_chain(form: Product) -> Callable[..., jax.Array]:
@@ -227,7 +228,7 @@ def _expert_chain(form: Product) -> Callable[..., jax.Array]:
             x = x + 0.1 * form(x, indices, weights, gate_up, down)
         return x
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> jax.Array:

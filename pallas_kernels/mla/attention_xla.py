@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 
 import jax
@@ -10,10 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementation import device_platform
-from pallas_kernels.linear.linear_xla import DOT_ROWS, streamed
+from pallas_kernels.linear.linear_xla import DOT_ROWS, side_by_side, streamed
 
 QUERY_BLOCK = 256
 """Queries whose scores exist at once; bounds the scores to `block × context` per head."""
+FEW_ROWS = 32
+"""Queries per head up to which XLA's own loops over `kv_up` in place are the fastest on CPU."""
+FEW_QUERIES = 16
+"""The same for queries, of all heads, and the latents of one row."""
+TERMS = 16
+"""Rows of `kv_up` that are summed in one pass."""
 
 
 def prefers_expanded(
@@ -107,11 +115,14 @@ def _absorb(
 ) -> Float[Array, "head query latent"]:
     """Queries times the key rows of `kv_up`.
 
-    On CPU a slice in front of a product is a copy. While the queries are few, reading the value
-    rows too, times zero, costs less.
+    On CPU a slice in front of a product is a copy. A few queries sum the rows times their weights,
+    element by element; while they are still few, reading the value rows too, times zero, costs
+    less than the copy.
     """
     nope = q.shape[2]
-    if _few(q):
+    if _at_most(FEW_ROWS, q):
+        return _weighted_rows(q, kv_up)
+    if _at_most(DOT_ROWS - 1, q):
         zeros = jnp.zeros((*q.shape[:2], kv_up.shape[1] - nope), q.dtype)
         q = jax.lax.optimization_barrier(jnp.concatenate([q, zeros], axis=-1))
         return jax.lax.optimization_barrier(jnp.einsum("hxn,hnr->hxr", q, kv_up))
@@ -119,30 +130,44 @@ def _absorb(
     return jnp.einsum("hxn,hnr->hxr", q, kv_up[:, :nope])
 
 
+def _weighted_rows(
+    q: Float[Array, "head query nope"], kv_up: Float[Array, "head out latent"]
+) -> Float[Array, "head query latent"]:
+    """`_absorb` as sums of `TERMS` rows each, which XLA reads in one pass, and the sum of those."""
+    q = jax.lax.optimization_barrier(q)
+    terms = [q[:, :, n, None] * kv_up[:, None, n] for n in range(q.shape[2])]
+    sums = [
+        jax.lax.optimization_barrier(functools.reduce(operator.add, terms[at : at + TERMS]))
+        for at in range(0, len(terms), TERMS)
+    ]
+    return jax.lax.optimization_barrier(functools.reduce(operator.add, sums))
+
+
 def _values(
     mixed: Float[Array, "head query latent"], kv_up: Float[Array, "head out latent"], nope: int
 ) -> Float[Array, "head query value"]:
-    """Mixed latents times the value rows of `kv_up`; as in `_absorb`, whole while few."""
-    if not _few(mixed):
-        return product(mixed, kv_up[:, nope:])
-    if mixed.shape[1] > 1:
+    """Mixed latents times the value rows of `kv_up`, read in place while they are few."""
+    if _at_most(FEW_ROWS, mixed):
+        return jax.lax.optimization_barrier(side_by_side(mixed, kv_up[:, nope:]))
+    if _at_most(DOT_ROWS - 1, mixed):
         return product(mixed, kv_up)[..., nope:]
-    # One row each: XLA's own matrix-vector code, which the streamed form would not reach.
-    whole = jnp.einsum("hxr,hor->hxo", jax.lax.optimization_barrier(mixed), kv_up)
-    return jax.lax.optimization_barrier(whole)[..., nope:]
-
-
-def _few(x: Float[Array, "head query width"]) -> bool:
-    return device_platform() == "cpu" and x.dtype == jnp.float32 and x.shape[1] < DOT_ROWS
+    return product(mixed, kv_up[:, nope:])
 
 
 def product(
     x: Float[Array, "batch row in"], w: Float[Array, "batch out in"]
 ) -> Float[Array, "batch row out"]:
-    """`x wᵀ` per batch entry in float32, streaming w on CPU while the rows are few."""
-    if device_platform() == "cpu" and x.shape[1] < DOT_ROWS and x.dtype == jnp.float32:
+    """`x wᵀ` per batch entry in float32, on CPU without a copy of w while the rows are few."""
+    if _at_most(FEW_QUERIES, x):
+        return jax.lax.optimization_barrier(side_by_side(x, w.astype(jnp.float32)))
+    if _at_most(DOT_ROWS - 1, x):
         return streamed(x, w.astype(jnp.float32))
     return jnp.einsum("bxi,boi->bxo", x, w, preferred_element_type=jnp.float32)
+
+
+def _at_most(rows: int, x: Float[Array, "batch row width"]) -> bool:
+    """Whether x has so few rows per batch entry, and forms for CPU apply."""
+    return device_platform() == "cpu" and x.dtype == jnp.float32 and x.shape[1] <= rows
 
 
 def _softmax(scores: Array, position: Array, *, head_axis: int = 2) -> Array:

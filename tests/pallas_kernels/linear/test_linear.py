@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.linear import linear, linear_int8, linear_mxfp4
+from pallas_kernels.linear.linear_xla import side_by_side
 
-ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 24, 25, 29, 31, 32, 33, 61, 131]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 19, 23, 24, 25, 29, 31, 32, 33, 61, 131]
 SIZES = [(1, 1), (3, 7), (32, 64), (37, 129), (257, 96), (44, 7168)]
 
 
@@ -41,7 +42,7 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(rows: int):
 
 
 @pytest.mark.parametrize("out", [37, 40])
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 64])
 def test_gradients_are_those_of_the_dot(rows: int, out: int):
     x, w, cotangent = normal(rows, 64), normal(out, 64, seed=1), normal(rows, out, seed=2)
     _, pull = jax.vjp(jax.jit(linear), x, w)
@@ -59,3 +60,22 @@ def test_mismatched_shapes_are_refused():
         linear_mxfp4(normal(2, 64), jnp.zeros((3, 32), jnp.uint8), jnp.zeros((3, 1), jnp.uint8))
     with pytest.raises(ValueError, match="scales"):
         linear_int8(normal(2, 64), jnp.zeros((3, 64), jnp.int8), jnp.zeros((2,)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 6])
+def test_few_rows_can_be_batched_and_differentiated_twice(rows: int):
+    x, w = normal(3, rows, 64), normal(40, 64, seed=1)
+    np.testing.assert_allclose(jax.vmap(linear, (0, None))(x, w), x @ w.T, atol=1e-4)
+
+    def energy(x: jax.Array) -> jax.Array:
+        return (linear(x, w) ** 2).sum()
+
+    curvature = jax.jvp(jax.grad(energy), (x[0],), (x[1],))[1]
+    np.testing.assert_allclose(curvature, 2 * x[1] @ w.T @ w, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 11, 16])
+def test_sums_side_by_side_read_a_part_of_a_batched_weight(rows: int):
+    x, w = normal(3, rows, 48), normal(3, 50, 48, seed=1)
+    got = jax.jit(lambda x, w: side_by_side(x, w[:, 13:]))(x, w)
+    np.testing.assert_allclose(got, jnp.einsum("bri,boi->bro", x, w[:, 13:]), atol=1e-5)
