@@ -328,7 +328,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--decode", type=_numbers, default=[1, 4, 16, 32], metavar="N,N")
+    parser.add_argument(
+        "--decode", type=_numbers, default=[1, 4, 16, 32], metavar="N,N", help="requests"
+    )
     parser.add_argument("--prefix", type=int, default=2048, help="tokens of the shared prefix")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of every measurement")
     parser.add_argument("--weights", choices=("float32", "int8"), default="float32")

@@ -127,7 +127,11 @@ def measure(counts: list[int], rounds: int) -> list[dict[str, float]]:
                 for kind in KINDS:
                     seconds[count][kind].append(found[kind])
             shown = ", ".join(f"{kind} {1e3 * found[kind]:.1f} ms" for kind in KINDS)
-            print(f"round {number}, {count} tokens: {shown}", file=sys.stderr, flush=True)
+            print(
+                f"{f'round {number}' if number else 'warm-up'}, {count} tokens: {shown}",
+                file=sys.stderr,
+                flush=True,
+            )
     rows = []
     for count in counts:
         device, host, none = (statistics.median(seconds[count][kind]) for kind in KINDS)

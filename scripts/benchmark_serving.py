@@ -19,6 +19,7 @@ import dataclasses
 import json
 import random
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,12 +36,15 @@ from scripts.load.targets import NO_THINKING, Http, Native, Sample, Target
 from serving.options import EngineSizes
 
 
-def main() -> None:
-    """Run every level, print its report, and write all of them as JSON if asked."""
+def main() -> int:
+    """Run every level, print its report, and write all of them as JSON if asked.
+
+    Returns 1 when not one request succeeded.
+    """
     args = _arguments()
     if args.start:
         compare(args)
-        return
+        return 0
     target: Target
     target = Native(args.grpc, args.key) if args.grpc else Http(args.http, args.model, args.key)
     shape = Shape(args.words, args.turns, args.later_words, args.shared_words)
@@ -59,6 +63,7 @@ def main() -> None:
     if args.json:
         entries = [dataclasses.asdict(report) for _, report in reports]
         Path(args.json).write_text(json.dumps(entries, indent=1) + "\n")
+    return int(all(report.failures == report.requests for _, report in reports))
 
 
 def closed_loop(
@@ -199,8 +204,16 @@ def _arguments() -> argparse.Namespace:
     where.add_argument("--start", choices=("k3-small", "k3-nano"), help="a service of its own")
     parser.add_argument("--model", default="k3-nano", help="its name behind --http")
     parser.add_argument("--key", help="API key or token")
-    parser.add_argument("--concurrency", type=_numbers(int), default=[1, 4, 16], metavar="N,N")
-    parser.add_argument("--rate", type=_numbers(float), default=[], metavar="X,X")
+    parser.add_argument(
+        "--concurrency", type=_numbers(int), default=[1, 4, 16], metavar="N,N", help="closed loops"
+    )
+    parser.add_argument(
+        "--rate",
+        type=_numbers(float),
+        default=[],
+        metavar="X,X",
+        help="open loops: conversations/s",
+    )
     parser.add_argument("--conversations", type=int, default=32, metavar="N", help="per level")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="with --start")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="with --start")
@@ -217,4 +230,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

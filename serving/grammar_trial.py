@@ -37,20 +37,25 @@ def try_grammar(lark: str, markers: Mapping[str, int], vocab_size: int, max_seco
     """Raise TooExpensive if compiling takes more processor time than that; takes as long itself.
 
     Other faults of the grammar are not looked for. `markers` are the special tokens by name.
+    Raises RuntimeError when there was no trial, for another reason than the grammar.
     """
     if len(lark) <= TRIAL_CHARACTERS:
         return
     command = [sys.executable, "-m", "serving.grammar_trial", str(max_seconds)]
-    code = subprocess.run(
+    trial = subprocess.run(
         command,
         input=json.dumps([lark, dict(markers), vocab_size]).encode(),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ).returncode
+        stderr=subprocess.PIPE,
+    )
+    code, said = trial.returncode, trial.stderr.decode(errors="replace").strip()
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         raise TooExpensive(f"it takes more than {max_seconds} s to compile; make it smaller")
-    if code:
+    if code == -signal.SIGABRT or "memory" in said.lower():
         raise TooExpensive("it takes more memory to compile than it may; make it smaller")
+    if code:
+        last = said.splitlines()[-1] if said else "it said nothing"
+        raise RuntimeError(f"the trial of a grammar ended with code {code}: {last}")
 
 
 def main() -> int:

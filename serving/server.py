@@ -18,6 +18,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k3jax import __version__
+from k3jax.engine.engine_config import EngineConfig
+from k3jax.text_model import TextModel
 from serving import worker_process
 from serving.gateway import Gateway, GatewayOptions, bracketed, free_port
 from serving.options import ServeOptions, WorkerOptions, split_address
@@ -51,7 +53,7 @@ def run(options: ServeOptions, *, say: Say | None = None) -> int:
 
 
 def _check(options: ServeOptions) -> None:
-    """Raise ValueError for options that do not go together."""
+    """Raise ValueError or OSError for options that do not go together or with the model."""
     worker = options.worker
     if worker.tls is not None and (options.http is not None or options.replicas > 1):
         raise ValueError("TLS needs --grpc-only and one replica: the gateway does not speak it")
@@ -61,6 +63,8 @@ def _check(options: ServeOptions) -> None:
         if address is not None:
             split_address(address)
     _check_free(options)
+    # Here once, and not by every worker when it starts.
+    EngineConfig(**worker.sizes.given()).resolve(TextModel.open(worker.weights).config)
 
 
 def _check_free(options: ServeOptions) -> None:

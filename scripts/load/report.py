@@ -40,6 +40,7 @@ class Report:
     cached_share: float
     """Tokens that came from the prefix cache, per request."""
     times: dict[str, dict[int, float]]
+    first_error: str = ""
 
 
 def ttft(sample: Sample) -> float:
@@ -77,6 +78,7 @@ def summarize(load: str, samples: Sequence[Sample], seconds: float, objective: O
             for name, values in measured.items()
             if values
         },
+        first_error=next((sample.error for sample in samples if sample.error), ""),
     )
 
 
@@ -105,6 +107,8 @@ def table(report: Report) -> list[str]:
         f"{report.requests_per_second:.2f} requests/s, {report.tokens_per_second:.1f} tokens/s, "
         f"goodput {report.goodput:.2f} requests/s, {report.cached_share:.0f} tokens cached each"
     ]
+    if report.first_error:
+        lines.append(f"  first error: {report.first_error}")
     for name, values in report.times.items():
         cells = "  ".join(f"p{p} {value:8.1f}" for p, value in values.items())
         lines.append(f"  {name:<10} {cells}  ms")

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from k3jax.chat.tokenizer import Tokenizer
-from scripts.benchmark_serving import _talks, closed_loop, fixed_loop, open_loop
+from scripts.benchmark_serving import _talks, closed_loop, fixed_loop, main, open_loop
 from scripts.load.conversations import Shape, first_messages
 from scripts.load.own_service import BareEngine, _tokens
 from scripts.load.report import Objective, percentile, summarize, sustainable
 from scripts.load.targets import NO_THINKING, Http, Native, Sample
 from scripts.nano.vocabulary import write
+from serving.gateway import free_port
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.running import nano, running_gateway, running_worker
 
@@ -27,7 +28,7 @@ def test_figures_follow_from_the_samples():
 
     report = summarize("x", samples, 2.0, OBJECTIVE)
 
-    assert (report.requests, report.failures) == (4, 1)
+    assert (report.requests, report.failures, report.first_error) == (4, 1, "no")
     assert report.requests_per_second == pytest.approx(1.5)
     assert report.tokens_per_second == pytest.approx(7.5)
     assert report.goodput == pytest.approx(1.0)
@@ -35,6 +36,18 @@ def test_figures_follow_from_the_samples():
     assert report.times["TPOT"][95] == pytest.approx(20)
     assert report.times["end to end"][99] == pytest.approx(940)
     assert report.times["queue"][50] == pytest.approx(100)
+
+
+def test_service_that_is_not_there_is_named_and_the_exit_code_tells(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    url = f"http://127.0.0.1:{free_port()}"
+    options = ["--http", url, "--concurrency", "1", "--conversations", "2", "--tokens", "2"]
+    monkeypatch.setattr("sys.argv", ["benchmark_serving.py", *options])
+
+    assert main() == 1
+    assert "2 failed" in (said := capsys.readouterr().out)
+    assert "first error: Connection error" in said
 
 
 @pytest.mark.parametrize(("p", "expected"), [(50, 2), (95, 4), (1, 1), (25, 1), (26, 2)])

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
+import pytest
 from openai import OpenAI
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc as pb_grpc
@@ -126,21 +127,15 @@ def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
     assert "Traceback" not in errors
 
 
-def test_sizes_that_cannot_be_are_refused_before_weights_are_read():
-    with serving(
-        "--max-context",
-        "9k",
-        "--grpc-only",
-        "--listen",
-        f"127.0.0.1:{free_port()}",
-        "--metrics-port",
-        "0",
-    ) as process:
+@pytest.mark.parametrize("kind", [["--grpc-only"], ["--replicas", "2", "--http-port", "0"]])
+def test_sizes_that_cannot_be_are_refused_once_and_before_anything_starts(kind: list[str]):
+    options = ("--listen", f"127.0.0.1:{free_port()}", "--metrics-port", "0")
+    with serving("--max-context", "9k", *kind, *options) as process:
         said, errors = process.communicate(timeout=120)
 
     assert process.returncode == 2
-    assert "max_context = 9216, expected 2..8192" in errors
-    assert "tokenizer" in said and "weights" not in said
+    assert re.fullmatch(r"k3jax: error: .*max_context = 9216, expected 2..8192.*\n", errors)
+    assert said == ""
 
 
 def test_start_that_is_called_off_while_compiling_ends_at_once_and_quietly():
