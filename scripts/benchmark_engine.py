@@ -2,7 +2,7 @@
 
 One run on the 205 M-parameter model of benchmark_model.py, everything interleaved over rounds:
 decode throughput at several numbers of concurrent requests beside the bare jitted step over the
-same rows and context; host time per step; time to first token of a follow-up turn whose prefix is
+same rows and context, in turns; host time per step; time to first token of a follow-up turn whose prefix is
 cached beside the same prompt cold; and the gaps between tokens of running requests while a long
 prompt comes in. Medians.
 
@@ -88,23 +88,35 @@ def bare_decode(params: K3Params, engine: Engine, rows: int) -> Callable[[], flo
     return run
 
 
-def engine_decode(engine: Engine, prompts: Prompts, rows: int) -> Callable[[], float]:
-    """Seconds per step of the engine with `rows` requests in their decode phase."""
+def decode_pair(
+    params: K3Params, engine: Engine, prompts: Prompts, rows: int
+) -> Callable[[], dict[str, float]]:
+    """Seconds per step of the bare step and of the engine with `rows` requests in decode.
 
-    def run() -> float:
-        for _ in range(rows):
-            engine.submit(prompts.request(PROMPT, STEPS + 8 + 8 * rows))
-        seen: set[str] = set()
-        while len(seen) < rows:
-            seen.update(event.request_id for event in engine.step())
+    In turns while the requests go on, bare, engine, engine, bare: a machine that becomes slower
+    or faster within seconds does so for both.
+    """
+    bare = bare_decode(params, engine, rows)
+
+    def with_engine() -> float:
         begin = time.perf_counter()
         for _ in range(STEPS):
             engine.step()
-        seconds = (time.perf_counter() - begin) / STEPS
+        jax.block_until_ready(engine.state)
+        return (time.perf_counter() - begin) / STEPS
+
+    def run() -> dict[str, float]:
+        for _ in range(rows):
+            engine.submit(prompts.request(PROMPT, 2 * STEPS + 8 + 8 * rows))
+        seen: set[str] = set()
+        while len(seen) < rows:
+            seen.update(event.request_id for event in engine.step())
+        jax.block_until_ready(engine.state)
+        first, second, third, fourth = bare(), with_engine(), with_engine(), bare()
         for request_id in seen:
             engine.abort(request_id)
         drain(engine)
-        return seconds
+        return {"bare": (first + fourth) / 2, "engine": (second + third) / 2}
 
     return run
 
@@ -112,22 +124,29 @@ def engine_decode(engine: Engine, prompts: Prompts, rows: int) -> Callable[[], f
 class TimedEngine(Engine):
     """An engine that knows how long the runtime's call took in its last step."""
 
-    call_seconds = 0.0
+    call = np.zeros(2)
 
     def _run(self, inputs: StepInputs) -> StepOutput:
-        begin = time.perf_counter()
+        begin = host_clocks()
         output = super()._run(inputs)
-        self.call_seconds = time.perf_counter() - begin
+        self.call = host_clocks() - begin
         return output
 
 
-def host_time(engine: TimedEngine, prompts: Prompts, rows: int) -> Callable[[], dict[str, float]]:
+def host_clocks() -> np.ndarray:
+    """Seconds by the wall clock, and of this thread's processor time."""
+    return np.array([time.perf_counter(), time.thread_time()])
+
+
+def host_time(engine: TimedEngine, prompts: Prompts, rows: int) -> Callable[[], dict[str, Any]]:
     """Seconds that one step keeps the host busy when the device has nothing left to do.
 
-    `own` is planning, packing and absorbing; `call` is JAX's call of the compiled step.
+    `own` is planning, packing and absorbing; `call` is JAX's call of the compiled step. Each by
+    the wall clock, which on a CPU includes waiting for a core that the step itself computes on,
+    and in processor time.
     """
 
-    def run() -> dict[str, float]:
+    def run() -> dict[str, Any]:
         for _ in range(rows):
             engine.submit(prompts.request(PROMPT, STEPS + 8 + 8 * rows))
         seen: set[str] = set()
@@ -136,21 +155,21 @@ def host_time(engine: TimedEngine, prompts: Prompts, rows: int) -> Callable[[], 
         own, call = [], []
         for _ in range(STEPS):
             jax.block_until_ready(engine.state)
-            begin = time.perf_counter()
+            begin = host_clocks()
             plan = engine.scheduler.plan()
             assert plan is not None
             engine.dispatch(plan)
-            dispatched = time.perf_counter()
+            dispatched = host_clocks()
             jax.block_until_ready(engine.state)
-            ready = time.perf_counter()
+            ready = host_clocks()
             engine.absorb(0)
-            busy = dispatched - begin + time.perf_counter() - ready
-            call.append(engine.call_seconds)
-            own.append(busy - engine.call_seconds)
+            busy = dispatched - begin + host_clocks() - ready
+            call.append(engine.call)
+            own.append(busy - engine.call)
         for request_id in seen:
             engine.abort(request_id)
         drain(engine)
-        return {"own": statistics.median(own), "call": statistics.median(call)}
+        return {"own": np.median(own, axis=0), "call": np.median(call, axis=0)}
 
     return run
 
@@ -239,19 +258,17 @@ def measure(
     begin = time.perf_counter()
     engine.warm_up(lambda what, i, n: print(f"compile {i + 1}/{n} {what}", file=sys.stderr))
     prompts = Prompts(config.vocab_size)
-    bare = {rows: bare_decode(params, engine, rows) for rows in batches}
-    own = {rows: engine_decode(engine, prompts, rows) for rows in batches}
+    decode = {rows: decode_pair(params, engine, prompts, rows) for rows in batches}
     busy = host_time(engine, prompts, most)
     turn = follow_up(engine, prompts, prefix)
     watch = gaps(engine, prompts, min(4, most), prefix)
-    for run in bare.values():
+    for run in decode.values():
         run()
     compiled = time.perf_counter() - begin
     seconds: dict[str, list[Any]] = {}
     for number in range(rounds):
         for rows in batches:
-            seconds.setdefault(f"bare {rows}", []).append(bare[rows]())
-            seconds.setdefault(f"engine {rows}", []).append(own[rows]())
+            seconds.setdefault(f"decode {rows}", []).append(decode[rows]())
         seconds.setdefault("host", []).append(busy())
         seconds.setdefault("turn", []).append(turn())
         seconds.setdefault("gaps", []).append(watch())
@@ -263,28 +280,28 @@ def report(seconds: dict[str, list[Any]], batches: list[int], prefix: int) -> di
     """Medians and ratios of raw measurements."""
     decode = []
     for rows in batches:
-        bare = statistics.median(seconds[f"bare {rows}"])
-        own = statistics.median(seconds[f"engine {rows}"])
-        overhead = statistics.median(
-            e / b for e, b in zip(seconds[f"engine {rows}"], seconds[f"bare {rows}"], strict=True)
-        )
+        pairs = seconds[f"decode {rows}"]
+        bare, own = (statistics.median(pair[name] for pair in pairs) for name in ("bare", "engine"))
+        overheads = [pair["engine"] / pair["bare"] - 1 for pair in pairs]
         decode.append(
             {
                 "requests": rows,
                 "bare_tokens_per_s": rows / bare,
                 "tokens_per_s": rows / own,
-                "overhead": overhead - 1,
+                "overhead": statistics.median(overheads),
+                "overheads": overheads,
             }
         )
     for row in decode:
         row["over_single"] = row["tokens_per_s"] / decode[0]["tokens_per_s"]
     turns = seconds["turn"]
+    host = {k: 1e3 * np.median([h[k] for h in seconds["host"]], axis=0) for k in ("own", "call")}
     alone = [gap for found in seconds["gaps"] for gap in found["alone"]]
     beside = [gap for found in seconds["gaps"] for gap in found["beside"]]
     return {
         "decode": decode,
-        "host_ms_per_step": 1e3 * statistics.median(host["own"] for host in seconds["host"]),
-        "runtime_ms_per_step": 1e3 * statistics.median(host["call"] for host in seconds["host"]),
+        "host_ms_per_step": dict(zip(("wall", "cpu"), host["own"].tolist(), strict=True)),
+        "runtime_ms_per_step": dict(zip(("wall", "cpu"), host["call"].tolist(), strict=True)),
         "prefix_tokens": prefix,
         "cached_tokens": turns[0]["cached"],
         "ttft_cold_ms": 1e3 * statistics.median(t["cold"] for t in turns),
@@ -302,13 +319,16 @@ def show(result: dict[str, Any]) -> str:
     ]
     lines += [
         f"{row['requests']:>8} {row['bare_tokens_per_s']:>11.1f} {row['tokens_per_s']:>13.1f} "
-        f"{row['overhead']:>9.1%} {row['over_single']:>6.2f}"
+        f"{row['overhead']:>9.1%} {row['over_single']:>6.2f}  "
+        f"(rounds: {', '.join(f'{overhead:.1%}' for overhead in row['overheads'])})"
         for row in result["decode"]
     ]
     alone, beside = result["gap_alone_ms"], result["gap_beside_ms"]
+    own, call = result["host_ms_per_step"], result["runtime_ms_per_step"]
     lines += [
-        f"host time per step of {result['host_rows']} rows: {result['host_ms_per_step']:.2f} ms "
-        f"of our own, {result['runtime_ms_per_step']:.2f} ms in the runtime's call",
+        f"host time per step of {result['host_rows']} rows: {own['cpu']:.2f} ms of our own and "
+        f"{call['cpu']:.2f} in the runtime's call; by the wall clock {own['wall']:.2f} and "
+        f"{call['wall']:.2f}",
         f"first token after {result['prefix_tokens']} shared + {FOLLOW_UP} tokens: cold "
         f"{result['ttft_cold_ms']:.0f} ms, cached ({result['cached_tokens']} tokens) "
         f"{result['ttft_warm_ms']:.0f} ms: {result['ttft_ratio']:.1f} x faster",

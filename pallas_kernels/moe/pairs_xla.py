@@ -66,7 +66,8 @@ def _float_product(
 ) -> Float[Array, "pair out"]:
     runs = math.gcd(w.shape[1], SUMS)
     grouped = w.astype(jnp.float32).reshape(w.shape[0], runs, -1, w.shape[2])
-    wide = x.astype(jnp.float32)[:, None]
+    # Behind a barrier, or what makes x is computed again for every output.
+    wide = jax.lax.optimization_barrier(x.astype(jnp.float32))[:, None]
     products = tuple(grouped[:, i] * wide for i in range(runs))
     zeros = (jnp.float32(0),) * runs
     sums = jax.lax.reduce(products, zeros, lambda a, b: tuple(map(jax.lax.add, a, b)), (2,))
