@@ -2,9 +2,9 @@
 
 One run on the 205 M-parameter model of benchmark_model.py, everything interleaved over rounds:
 decode throughput at several numbers of concurrent requests beside the bare jitted step over the
-same rows and context, in turns; host time per step; time to first token of a follow-up turn whose prefix is
-cached beside the same prompt cold; and the gaps between tokens of running requests while a long
-prompt comes in. Medians.
+same rows and context, in turns; host time per step; time to first token of a follow-up turn whose
+prefix is cached beside the same prompt cold; and the gaps between tokens of running requests while
+a long prompt comes in. Medians.
 
   python scripts/benchmark_engine.py
   python scripts/benchmark_engine.py --rounds 3 --decode 1,16 --json
