@@ -59,7 +59,10 @@ class Prompts:
 
 
 def bare_decode(params: K3Params, engine: Engine, rows: int) -> Callable[[], float]:
-    """Seconds per step of the jitted step alone over `rows` rows of the same context."""
+    """Seconds per step of the jitted step alone over `rows` rows of the same context.
+
+    Rows begin with tokens of their own: alike, they would all read the same few experts.
+    """
     config, settings = engine.config, engine.settings
     pages = -(-settings.contexts[0] // settings.page_size)
     holder = [
@@ -73,9 +76,10 @@ def bare_decode(params: K3Params, engine: Engine, rows: int) -> Callable[[], flo
     sampling = SamplingInputs.pack([SamplingParams()] * rows, [0] * rows)
     table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
     ones = np.ones(rows, np.int32)
+    first = np.random.default_rng(rows).integers(0, config.vocab_size, (rows, 1), np.int32)
 
     def run() -> float:
-        tokens: Any = np.zeros((rows, 1), np.int32)
+        tokens: Any = first
         begin = time.perf_counter()
         for number in range(STEPS):
             spans = Spans(ones, np.full(rows, PROMPT + number, np.int32), slots, slots, table)
