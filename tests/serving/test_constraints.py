@@ -11,6 +11,7 @@ import pytest
 
 from k3jax.chat import parse_output
 from serving.constraints import ConstraintCompiler, GrammarConstraint, GrammarFailed
+from serving.grammar_trial import try_grammar
 from serving.wire import ConstraintKind, ConstraintText, FieldError
 from tests.serving.running import nano
 
@@ -299,3 +300,11 @@ def test_constraints_that_take_too_long_are_refused_and_hold_up_nobody():
     for refused in asyncio.run(compile_all()):
         assert isinstance(refused, FieldError)
         assert "it takes more than 2 s to compile" in str(refused)
+
+
+def test_trial_that_could_not_be_made_is_not_called_a_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with code 1: it said nothing"):
+        try_grammar("x" * 4000, {}, 256, max_seconds=1)

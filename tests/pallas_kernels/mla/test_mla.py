@@ -30,6 +30,15 @@ def test_form_equals_plain_attention(form, rows, tokens, heads, context):
     np.testing.assert_allclose(found, mla_reference(*case), atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("count", [2, 9, 16, 17, 32, 33, 71, 72])
+def test_every_form_of_a_few_queries(count):
+    """Numbers of queries on both sides of each bound at which `mla_absorbed` changes its form."""
+    for rows, heads in ((count, 2), (1, count)):
+        case = random_case(rows, 1, heads, 21, value=13)
+        found = jax.jit(mla_absorbed)(*case)
+        np.testing.assert_allclose(found, mla_reference(*case), atol=3e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_later_positions_do_not_matter(form):
     q, latents, kv_up, starts = random_case(2, 3, 4, 29)
