@@ -39,6 +39,19 @@ def test_every_form_of_a_few_queries(count):
         np.testing.assert_allclose(found, mla_reference(*case), atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("count", [9, 33])
+def test_gradients_of_a_few_queries_are_those_of_plain_attention(count):
+    case = random_case(count, 1, 2, 21, value=13)
+
+    def energy(attend):
+        return jax.jit(jax.grad(lambda *given: (attend(*given, case[3]) ** 2).sum(), (0, 1, 2)))
+
+    for found, wanted in zip(
+        energy(mla_absorbed)(*case[:3]), energy(mla_reference)(*case[:3]), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_later_positions_do_not_matter(form):
     q, latents, kv_up, starts = random_case(2, 3, 4, 29)
