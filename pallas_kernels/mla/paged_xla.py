@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.implementation import device_platform
 from pallas_kernels.mla.attention_xla import (
     absorbed_queries,
     mla_absorbed,
@@ -19,7 +20,10 @@ from pallas_kernels.mla.attention_xla import (
 )
 
 BLOCK_TOKENS = 512
-"""Positions that are gathered and attended to at once."""
+"""Positions of a row that are gathered and attended to at once."""
+BATCH_TOKENS = 2048
+"""The same of all rows together on CPU, so that they are still in its caches when they are read
+again: of 16 or 32 rows that saves a tenth of a decode step, of 4 it makes no difference."""
 
 
 def mla_paged(
@@ -33,7 +37,7 @@ def mla_paged(
     """`reference.mla_reference` of queries over the cached latents of their own rows.
 
     The pages hold the new tokens too: row b has `starts[b] + lengths[b]` positions. A page table
-    of more than `BLOCK_TOKENS` positions is walked by a loop that ends with the longest row, so
+    of more positions than a block is walked by a loop that ends with the longest row, so
     its width costs nothing and one program serves every context. What pages hold beyond a row's
     positions is ignored.
     """
@@ -49,13 +53,20 @@ def mla_paged(
         value=kv_up.shape[1] - nope,
     )
     counts = starts + lengths
-    if entries * size <= BLOCK_TOKENS:
+    block = _block_pages(q.shape[0], size)
+    if entries <= block:
         context = gather_latents(pages, page_table, counts, 0).astype(q.dtype)
         return (mla_expanded if expand else mla_absorbed)(q, context, kv_up, starts)
-    block = max(1, BLOCK_TOKENS // size)
     page_table = jnp.pad(page_table, ((0, 0), (0, -entries % block)))
     walk = _walk_expanded if expand else _walk_absorbed
     return walk(q, pages, kv_up, page_table, starts, counts, block)
+
+
+def _block_pages(rows: int, page_size: int) -> int:
+    tokens = BLOCK_TOKENS
+    if device_platform() == "cpu":
+        tokens = min(tokens, BATCH_TOKENS // rows)
+    return max(1, tokens // page_size)
 
 
 Attend = Callable[[Array], tuple[Array, Callable[[Array], Array]]]

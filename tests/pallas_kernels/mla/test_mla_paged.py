@@ -58,6 +58,20 @@ def test_pages_equal_the_latents_they_hold(rows, tokens, heads, context, spare, 
     np.testing.assert_allclose(found, expected, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(("batch_tokens", "trips"), [(1, 12), (40, 6), (1000, 3)])
+def test_many_rows_take_smaller_blocks(tokens, batch_tokens, trips, monkeypatch):
+    monkeypatch.setattr(paged_xla, "BATCH_TOKENS", batch_tokens)
+    q, latents, kv_up, starts = random_case(5, tokens, 2, 47)
+    paged = scatter(latents, starts, tokens, 4, 0)
+    arguments = q, paged.pool, kv_up, paged.table, starts, paged.lengths
+    block = paged_xla._block_pages(5, 4)
+    assert -(-paged.table.shape[1] // block) == trips
+    found = jax.jit(mla_paged)(*arguments)
+    expected = mla_reference(q, latents, kv_up, starts)
+    np.testing.assert_allclose(found, expected, atol=3e-5, rtol=1e-4)
+
+
 def test_both_forms_have_been_walked():
     sizes = {"rank": 24, "nope": 16, "shared": 8, "value": 12}
     assert prefers_expanded(tokens=33, context=16, **sizes)
