@@ -92,7 +92,7 @@ def int8_convert(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Arra
 
 
 def int8_sum(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Integer sums, eight outputs side by side."""
+    """Integer sums, two outputs side by side."""
     return int8_product(values[None], scales[None], x)
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.linear.reference import (
     linear_reference,
 )
 
-PACKED_ROWS = 4
+INT8_ROWS, MXFP4_ROWS = 8, 4
 """Rows up to which a packed weight is decoded in the loop that sums; above, once into floats."""
 
 
@@ -55,7 +55,7 @@ def linear_mxfp4(
         )
     if device_platform() != "cpu":
         return linear_reference(x, decode_mxfp4(values, scales))
-    return _packed(x, values, scales, mxfp4_product, unpack_mxfp4)
+    return _packed(x, values, scales, MXFP4_ROWS, mxfp4_product, unpack_mxfp4)
 
 
 def linear_int8(
@@ -63,25 +63,26 @@ def linear_int8(
 ) -> Float[Array, "*row out"]:
     """`x wᵀ` for int8 weights with one float32 scale per output channel, in the dtype of x.
 
-    On CPU up to `PACKED_ROWS` rows are rounded to 14 bits or more per 1024 inputs.
+    On CPU up to `INT8_ROWS` rows are rounded to 14 bits or more per 1024 inputs.
     """
     _check_input(x, values.shape, values.shape[-1])
     if scales.shape != values.shape[:1]:
         raise ValueError(f"int8 scales {scales.shape} do not match {values.shape[0]} outputs")
     if device_platform() != "cpu":
         return linear_reference(x, decode_int8(values, scales))
-    return _packed(x, values, scales, int8_product, decode_int8)
+    return _packed(x, values, scales, INT8_ROWS, int8_product, decode_int8)
 
 
 def _packed(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array,
+    few: int,
     product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     decode: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) > PACKED_ROWS:
+    if len(rows) > few:
         # Tied to x, or XLA decodes all weights of a program first and holds them in float32.
         rows, values, scales = jax.lax.optimization_barrier((rows, values, scales))
         out = linear(rows, jax.lax.optimization_barrier(decode(values, scales)))

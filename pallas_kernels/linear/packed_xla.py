@@ -2,10 +2,13 @@
 
 Two things decide the speed. A sum with one result goes to YNNPACK or is split into partial sums
 kept in memory; a reduction with several results stays one loop of XLA's own, with decoding and any
-gather of the weight fused into it: hence `GROUP` outputs side by side. And that loop is vectorised
-only if its sums may be reordered, so they are integers: activations are rounded to as many bits as
-a 32-bit sum of one block allows (14 and more for int8, 22 for MXFP4), far below the weight's own
-rounding. Measured by `scripts/experiment_cpu_products.py`.
+gather of the weight fused into it: hence `GROUP` outputs side by side. No more, as each is one more
+stream for the memory to serve, and behind a barrier, or the activations are rounded again for every
+output: eight and no barrier took 1.2 times as long for a decode step of one row and int8 weights,
+1.8 times for one of four. And that loop is vectorised only if its sums may be reordered, so they are
+integers: activations are rounded to as many bits as a 32-bit sum of one block allows (14 and more
+for int8, 22 for MXFP4), far below the weight's own rounding. Measured by
+`scripts/experiment_cpu_products.py` and by whole steps.
 """
 
 import functools
@@ -18,7 +21,7 @@ from jaxtyping import Array, Float, Int8, Int32, UInt8
 
 from pallas_kernels.linear.reference import MXFP4_BLOCK
 
-GROUP = 8
+GROUP = 2
 INT8_BLOCK = 1024
 INT32_MAX = 2**31 - 1
 
@@ -36,7 +39,8 @@ def int8_product(
     width = values.shape[-1]
     block = next(size for size in range(min(width, INT8_BLOCK), 0, -1) if width % size == 0)
     rounded, step = _to_integers(x, block, largest_sum=127 * block)
-    grouped = _grouped(values.reshape(*values.shape[:-1], -1, block), GROUP)
+    rounded = jax.lax.optimization_barrier(rounded)
+    grouped = _grouped(values.reshape(*values.shape[:-1], -1, block))
     products = [part.astype(jnp.int32) * rounded[:, None] for part in grouped]
     sums = _sum_last(products).astype(jnp.float32)
     return _add_last(sums * step[:, None]) * scales
@@ -55,7 +59,7 @@ def mxfp4_product(
     even, odd = jax.lax.optimization_barrier((rounded[..., ::2], rounded[..., 1::2]))
     blocks = values.reshape(*values.shape[:-1], -1, MXFP4_BLOCK // 2)
     products = []
-    for part in _grouped(blocks, 2):
+    for part in _grouped(blocks):
         pair = part.astype(jnp.int32)
         products.append(twice_e2m1(pair) * even[:, None] + twice_e2m1(pair >> 4) * odd[:, None])
     sums = _sum_last(products).astype(jnp.float32)
@@ -89,9 +93,9 @@ def _to_integers(
     return jnp.round(blocks / step[..., None]).astype(jnp.int32), step
 
 
-def _grouped(values: jax.Array, group: int) -> list[jax.Array]:
-    """The output axis (second) in up to `group` runs of equal length."""
-    runs = math.gcd(values.shape[1], group)
+def _grouped(values: jax.Array) -> list[jax.Array]:
+    """The output axis (second) in up to `GROUP` runs of equal length."""
+    runs = math.gcd(values.shape[1], GROUP)
     split = values.reshape(values.shape[0], runs, -1, *values.shape[2:])
     return [split[:, i] for i in range(runs)]
 
