@@ -1,11 +1,13 @@
 # make demo   set up .venv, then put some questions to the service on the bundled model
-# make test   set up .venv, then run the tests (make test ARGS="-m slow")
+# make test   set up .venv, then run the tests, file by file in two processes
+#             (make test ARGS="-m slow", WORKERS=0 for one process)
 # make lint   set up .venv, then check style, types and import contracts
 # make cuda   set up .venv, then compile kernels and steps for CUDA without a GPU
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter of a new .venv.
 
 VENV := .venv
+WORKERS := 2
 READY := $(VENV)/.ready
 
 .PHONY: demo test lint cuda venv
@@ -13,7 +15,7 @@ demo: venv
 	@$(VENV)/bin/k3jax demo
 
 test: venv
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: venv
 	$(VENV)/bin/ruff check
