@@ -3,9 +3,9 @@
 Two things decide the speed. A sum with one result goes to YNNPACK or is split into partial sums
 kept in memory; a reduction with several results stays one loop of XLA's own, with decoding and any
 gather of the weight fused into it: hence `GROUP` outputs side by side. No more, as each is one more
-stream for the memory to serve, and behind a barrier, or the activations are rounded again for every
-output: eight and no barrier took 1.2 times as long for a decode step of one row and int8 weights,
-1.8 times for one of four. And that loop is vectorised only if its sums may be reordered, so they are
+stream for the memory to serve; and activations behind a barrier, or they are rounded again for
+every output. Without these two a decode step of int8 weights took 1.2 times as long for one row
+and 1.8 times for four. And that loop is vectorised only if its sums may be reordered, so they are
 integers: activations are rounded to as many bits as a 32-bit sum of one block allows (14 and more
 for int8, 22 for MXFP4), far below the weight's own rounding. Measured by
 `scripts/experiment_cpu_products.py` and by whole steps.
