@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from openai import OpenAI
+from openai import APIStatusError, OpenAI
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc as pb_grpc
 
@@ -61,6 +61,19 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def status_of_an_answer(url: str, key: str) -> int:
+    client = OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
+    try:
+        client.chat.completions.create(
+            model="k3-nano",
+            messages=[{"role": "user", "content": "Hello!"}],
+            max_completion_tokens=2,
+        )
+    except APIStatusError as error:
+        return error.status_code
+    return 200
+
+
 def test_one_command_starts_replicas_and_gateway_and_ends_them():
     first = free_port()
     options = ("--listen", f"127.0.0.1:{first}", "--http-port", "0", "--metrics-port", "0")
@@ -72,6 +85,7 @@ def test_one_command_starts_replicas_and_gateway_and_ends_them():
         addresses = re.findall(r"^gRPC +(\S+)", said, re.MULTILINE)
         assert url is not None
         models = OpenAI(base_url=url[1], api_key="secret").models.list().data
+        told = {key: status_of_an_answer(url[1], key) for key in ("secret", "guessed")}
         scraped = [urllib.request.urlopen(scrape, timeout=10).status for scrape in scrapes]
         healthy = []
         for address in addresses:
@@ -84,6 +98,7 @@ def test_one_command_starts_replicas_and_gateway_and_ends_them():
 
     assert code == 0
     assert [model.id for model in models] == ["k3-nano"]
+    assert told == {"secret": 200, "guessed": 401}
     assert healthy == [True, True] and scraped == [200, 200]
     assert len(set(addresses)) == 2
     for phase in ("tokenizer", "weights", "caches", "gateway"):
