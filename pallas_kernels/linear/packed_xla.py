@@ -4,10 +4,10 @@ Two things decide the speed. A sum with one result goes to YNNPACK or is split i
 kept in memory; a reduction with several results stays one loop of XLA's own, with decoding and any
 gather of the weight fused into it: hence `GROUP` outputs side by side. No more, as each is one more
 stream for the memory to serve; and activations behind a barrier, or they are rounded again for
-every output. Without these two a decode step of int8 weights took 1.2 times as long for one row
-and 1.8 times for four. And that loop is vectorised only if its sums may be reordered, so they are
-integers: activations are rounded to as many bits as a 32-bit sum of one block allows (14 and more
-for int8, 22 for MXFP4), far below the weight's own rounding. Measured by
+every output. Without these two a decode step of four rows took 1.7 times as long
+(`scripts/benchmark_model.py --weights int8`). And that loop is vectorised only if its sums may be
+reordered, so they are integers: activations are rounded to as many bits as a 32-bit sum of one
+block allows (14 and more for int8, 22 for MXFP4), far below the weight's own rounding. Measured by
 `scripts/experiment_cpu_products.py` and by whole steps.
 """
 

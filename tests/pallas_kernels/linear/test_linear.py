@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear import linear, linear_int8, linear_mxfp4
+from pallas_kernels.linear import decode_mxfp4, linear, linear_int8, linear_mxfp4
 from pallas_kernels.linear.linear_xla import side_by_side
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 19, 23, 24, 25, 29, 31, 32, 33, 61, 131]
@@ -49,6 +49,45 @@ def test_gradients_are_those_of_the_dot(rows: int, out: int):
     dx, dw = pull(cotangent)
     np.testing.assert_allclose(dx, cotangent @ w, atol=1e-4)
     np.testing.assert_allclose(dw, cotangent.T @ x, atol=1e-4)
+
+
+PACKED_SIZES = [(1, 1), (3, 7), (37, 129), (64, 1024), (6, 1031), (44, 7168)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 8, 9, 17, 73])
+def test_int8_product_is_that_of_the_decoded_weight(rows: int):
+    """Numbers of rows on both sides of each bound, odd outputs, widths of one and more blocks."""
+    rng = np.random.default_rng(rows)
+    for out, width in PACKED_SIZES:
+        values = rng.integers(-128, 128, (out, width)).astype(np.int8)
+        scales = rng.uniform(0.5, 2, out).astype(np.float32)
+        x = rng.normal(size=(rows, width)).astype(np.float32)
+        wanted = x.astype(np.float64) @ (values * scales[:, None].astype(np.float64)).T
+        found = jax.jit(linear_int8)(x, values, scales)
+        error = np.abs(found - wanted).max()
+        assert error <= 1e-4 * np.abs(wanted).max(), (out, width)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 9, 73])
+def test_mxfp4_product_is_that_of_the_decoded_weight(rows: int):
+    rng = np.random.default_rng(rows)
+    for out, width in [(1, 32), (3, 64), (37, 96), (44, 1056)]:
+        values = rng.integers(0, 256, (out, width // 2)).astype(np.uint8)
+        scales = rng.integers(120, 134, (out, width // 32)).astype(np.uint8)
+        x = rng.normal(size=(rows, width)).astype(np.float32)
+        wanted = x.astype(np.float64) @ np.asarray(decode_mxfp4(values, scales), np.float64).T
+        found = jax.jit(linear_mxfp4)(x, values, scales)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+def test_a_row_of_nan_leaves_the_int8_products_of_others_alone(rows: int):
+    values, scales = jnp.full((5, 48), 3, jnp.int8), jnp.ones(5)
+    x = normal(rows, 48).at[1].set(jnp.nan)
+    found = jax.jit(linear_int8)(x, values, scales)
+    assert jnp.isnan(found[1]).all()
+    others = jnp.array([0, 2])
+    np.testing.assert_allclose(found[others], x[others] @ jnp.full((48, 5), 3.0), atol=5e-3)
 
 
 def test_mismatched_shapes_are_refused():
