@@ -82,6 +82,8 @@ def _packed(
     decode: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
+    if not x.size:
+        return linear_reference(x, decode(values, scales))
     if len(rows) > few:
         # Tied to x, or XLA decodes all weights of a program first and holds them in float32.
         rows, values, scales = jax.lax.optimization_barrier((rows, values, scales))

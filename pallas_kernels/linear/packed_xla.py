@@ -38,7 +38,7 @@ def int8_product(
     """`values[r] x[r]` with each output's scale, float32; a stack of one serves every row."""
     width = values.shape[-1]
     block = next(size for size in range(min(width, INT8_BLOCK), 0, -1) if width % size == 0)
-    rounded, step = _to_integers(x, block, largest_sum=127 * block)
+    rounded, step = _to_integers(x, block, largest_sum=128 * block)
     rounded = jax.lax.optimization_barrier(rounded)
     grouped = _grouped(values.reshape(*values.shape[:-1], -1, block))
     products = [part.astype(jnp.int32) * rounded[:, None] for part in grouped]
@@ -90,6 +90,8 @@ def _to_integers(
     largest = jnp.maximum(jnp.abs(blocks).max(-1), 1e-30)
     # Beyond 22 bits float32 has no more to give.
     step = largest / min(INT32_MAX // largest_sum, 2**22)
+    # The largest of a vectorised loop may miss NaN, and an integer cannot be one.
+    step = jnp.where(jnp.isfinite(blocks).all(-1), step, jnp.nan)
     return jnp.round(blocks / step[..., None]).astype(jnp.int32), step
 
 

@@ -65,7 +65,7 @@ def mla_paged(
 def _block_pages(rows: int, page_size: int) -> int:
     tokens = BLOCK_TOKENS
     if device_platform() == "cpu":
-        tokens = min(tokens, BATCH_TOKENS // rows)
+        tokens = min(tokens, BATCH_TOKENS // max(1, rows))
     return max(1, tokens // page_size)
 
 

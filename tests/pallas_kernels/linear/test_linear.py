@@ -80,14 +80,27 @@ def test_mxfp4_product_is_that_of_the_decoded_weight(rows: int):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("rows", [3, 9])
-def test_a_row_of_nan_leaves_the_int8_products_of_others_alone(rows: int):
-    values, scales = jnp.full((5, 48), 3, jnp.int8), jnp.ones(5)
-    x = normal(rows, 48).at[1].set(jnp.nan)
+@pytest.mark.parametrize("width", [48, 1024, 2048])
+@pytest.mark.parametrize("rows", [1, 4, 8, 9])
+def test_nan_stays_in_its_row_of_an_int8_product(rows: int, width: int):
+    values, scales = jnp.full((5, width), 3, jnp.int8), jnp.ones(5)
+    x = normal(rows, width).at[-1, -1].set(jnp.nan)
     found = jax.jit(linear_int8)(x, values, scales)
-    assert jnp.isnan(found[1]).all()
-    others = jnp.array([0, 2])
-    np.testing.assert_allclose(found[others], x[others] @ jnp.full((48, 5), 3.0), atol=5e-3)
+    assert jnp.isnan(found[-1]).all()
+    assert jnp.isfinite(found[:-1]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("width", [1, 1024, 2048])
+def test_largest_int8_sum_does_not_overflow(rows: int, width: int):
+    values, scales = jnp.full((7, width), -128, jnp.int8), jnp.ones(7)
+    found = jax.jit(linear_int8)(jnp.ones((rows, width)), values, scales)
+    np.testing.assert_allclose(found, -128.0 * width, rtol=1e-3)
+
+
+def test_no_rows_give_no_rows():
+    values, scales = jnp.ones((7, 64), jnp.int8), jnp.ones(7)
+    assert jax.jit(linear_int8)(jnp.ones((2, 0, 64)), values, scales).shape == (2, 0, 7)
 
 
 def test_mismatched_shapes_are_refused():
