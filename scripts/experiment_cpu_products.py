@@ -27,7 +27,6 @@ from k3jax.engine.host import COMPILER_OPTIONS
 from k3jax.quant import quantize
 from pallas_kernels.linear import decode_int8
 from pallas_kernels.linear.linear_xla import padded_rows, side_by_side, streamed
-from pallas_kernels.linear.packed_xla import int8_product
 from pallas_kernels.moe.blocks_xla import experts_by_block
 from pallas_kernels.moe.pairs_xla import experts_by_pair
 from pallas_kernels.moe.reference import Weight
@@ -91,9 +90,21 @@ def int8_convert(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Arra
     return streamed(x, values.astype(jnp.float32)) * scales
 
 
-def int8_sum(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Integer sums, two outputs side by side."""
-    return int8_product(values[None], scales[None], x)
+def int8_sums(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Integer sums, two outputs side by side; activations rounded to 14 bits."""
+    step = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-30) / 2**14
+    rounded = barrier(jnp.round(x / step).astype(jnp.int32))
+    runs = values.astype(jnp.int32).reshape(2, -1, values.shape[1])
+    products = tuple(run * rounded[:, None] for run in runs)
+    sums = jax.lax.reduce(
+        products, (jnp.int32(0),) * 2, lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,)
+    )
+    return jnp.concatenate(sums, axis=1).astype(jnp.float32) * step * scales
+
+
+def int8_floats(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Weights converted inside the loop of float sums side by side."""
+    return side_by_side(x, values.astype(jnp.float32)) * scales
 
 
 def int8_decode(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -172,7 +183,8 @@ def int8_cases(rows: int, rng: np.random.Generator) -> dict[str, Timed]:
         "8-bit rows": int8_dot,
         "8+8-bit rows": int8_dot_split,
         "converted in the dot": int8_convert,
-        "integer sums*": int8_sum,
+        "integer sums": int8_sums,
+        "float sums*": int8_floats,
         "decoded first*": int8_decode,
         "decoded early": int8_decode_early,
     }

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from pallas_kernels.implementation import device_platform
-from pallas_kernels.linear.linear_xla import linear_cpu, linear_cpu_bfloat16
-from pallas_kernels.linear.packed_xla import int8_product, mxfp4_product, unpack_mxfp4
+from pallas_kernels.linear.linear_xla import linear_cpu, linear_cpu_bfloat16, side_by_side
+from pallas_kernels.linear.mxfp4_xla import mxfp4_product, unpack_mxfp4
 from pallas_kernels.linear.reference import (
     MXFP4_BLOCK,
     decode_int8,
@@ -16,7 +16,7 @@ from pallas_kernels.linear.reference import (
     linear_reference,
 )
 
-INT8_ROWS, MXFP4_ROWS = 8, 4
+INT8_ROWS, MXFP4_ROWS = 16, 4
 """Rows up to which a packed weight is decoded in the loop that sums; above, once into floats."""
 
 
@@ -55,22 +55,27 @@ def linear_mxfp4(
         )
     if device_platform() != "cpu":
         return linear_reference(x, decode_mxfp4(values, scales))
-    return _packed(x, values, scales, MXFP4_ROWS, mxfp4_product, unpack_mxfp4)
+    return _packed(x, values, scales, MXFP4_ROWS, _one_mxfp4_product, unpack_mxfp4)
 
 
 def linear_int8(
     x: Float[Array, "*row in"], values: Int8[Array, "out in"], scales: Float[Array, "out"]
 ) -> Float[Array, "*row out"]:
-    """`x wᵀ` for int8 weights with one float32 scale per output channel, in the dtype of x.
-
-    On CPU up to `INT8_ROWS` rows are rounded to 14 bits or more per 1024 inputs.
-    """
+    """`x wᵀ` for int8 weights with one float32 scale per output channel, in the dtype of x."""
     _check_input(x, values.shape, values.shape[-1])
     if scales.shape != values.shape[:1]:
         raise ValueError(f"int8 scales {scales.shape} do not match {values.shape[0]} outputs")
     if device_platform() != "cpu":
         return linear_reference(x, decode_int8(values, scales))
-    return _packed(x, values, scales, INT8_ROWS, int8_product, decode_int8)
+    return _packed(x, values, scales, INT8_ROWS, _int8_product, decode_int8)
+
+
+def _int8_product(values: jax.Array, scales: jax.Array, x: jax.Array) -> jax.Array:
+    return side_by_side(x.astype(jnp.float32), values.astype(jnp.float32)) * scales
+
+
+def _one_mxfp4_product(values: jax.Array, scales: jax.Array, x: jax.Array) -> jax.Array:
+    return mxfp4_product(values[None], scales[None], x)
 
 
 def _packed(
@@ -89,7 +94,7 @@ def _packed(
         rows, values, scales = jax.lax.optimization_barrier((rows, values, scales))
         out = linear(rows, jax.lax.optimization_barrier(decode(values, scales)))
     else:
-        out = product(values[None], scales[None], rows).astype(x.dtype)
+        out = product(values, scales, rows).astype(x.dtype)
     return out.reshape(*x.shape[:-1], values.shape[0])
 
 

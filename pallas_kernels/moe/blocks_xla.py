@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.linear import linear
-from pallas_kernels.linear.packed_xla import unpack_mxfp4
+from pallas_kernels.linear.mxfp4_xla import unpack_mxfp4
 from pallas_kernels.moe.reference import Activation, Weight
 from pallas_kernels.moe.routing import Routing
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels.linear.packed_xla import power_of_two, twice_e2m1
+from pallas_kernels.linear.mxfp4_xla import power_of_two, twice_e2m1
 from pallas_kernels.linear.reference import MXFP4_BLOCK
 from pallas_kernels.moe.reference import Activation, Weight, decode
 from pallas_kernels.moe.routing import Routing, Tiles

@@ -12,9 +12,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
-from pallas_kernels.linear.packed_xla import int8_product, mxfp4_product
+from pallas_kernels.linear.mxfp4_xla import mxfp4_product
 from pallas_kernels.moe.reference import Activation, Weight
 from pallas_kernels.moe.routing import Routing
 
@@ -57,12 +57,13 @@ def _pair_product(
     if not isinstance(weight, tuple):
         return _float_product(_take(weight, chosen), x).astype(x.dtype)
     values, scales = (_take(leaf, chosen) for leaf in weight)
-    product = mxfp4_product if values.dtype == jnp.uint8 else int8_product
-    return product(values, scales, x).astype(x.dtype)
+    if values.dtype == jnp.uint8:
+        return mxfp4_product(values, scales, x).astype(x.dtype)
+    return (_float_product(values, x) * scales).astype(x.dtype)
 
 
 def _float_product(
-    w: Float[Array, "pair out in"], x: Float[Array, "pair in"]
+    w: Float[Array, "pair out in"] | Int8[Array, "pair out in"], x: Float[Array, "pair in"]
 ) -> Float[Array, "pair out"]:
     runs = math.gcd(w.shape[1], SUMS)
     grouped = w.astype(jnp.float32).reshape(w.shape[0], runs, -1, w.shape[2])

@@ -54,9 +54,9 @@ def test_gradients_are_those_of_the_dot(rows: int, out: int):
 PACKED_SIZES = [(1, 1), (3, 7), (37, 129), (64, 1024), (6, 1031), (44, 7168)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 8, 9, 17, 73])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 8, 9, 16, 17, 73])
 def test_int8_product_is_that_of_the_decoded_weight(rows: int):
-    """Numbers of rows on both sides of each bound, odd outputs, widths of one and more blocks."""
+    """Numbers of rows on both sides of each bound, odd outputs, odd widths."""
     rng = np.random.default_rng(rows)
     for out, width in PACKED_SIZES:
         values = rng.integers(-128, 128, (out, width)).astype(np.int8)
@@ -65,7 +65,7 @@ def test_int8_product_is_that_of_the_decoded_weight(rows: int):
         wanted = x.astype(np.float64) @ (values * scales[:, None].astype(np.float64)).T
         found = jax.jit(linear_int8)(x, values, scales)
         error = np.abs(found - wanted).max()
-        assert error <= 1e-4 * np.abs(wanted).max(), (out, width)
+        assert error <= 1e-5 * np.abs(wanted).max(), (out, width)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 9, 73])
@@ -92,10 +92,10 @@ def test_nan_stays_in_its_row_of_an_int8_product(rows: int, width: int):
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.parametrize("width", [1, 1024, 2048])
-def test_largest_int8_sum_does_not_overflow(rows: int, width: int):
+def test_the_largest_int8_sum_is_exact(rows: int, width: int):
     values, scales = jnp.full((7, width), -128, jnp.int8), jnp.ones(7)
     found = jax.jit(linear_int8)(jnp.ones((rows, width)), values, scales)
-    np.testing.assert_allclose(found, -128.0 * width, rtol=1e-3)
+    np.testing.assert_array_equal(found, -128.0 * width)
 
 
 def test_no_rows_give_no_rows():

@@ -1,14 +1,11 @@
-"""Products with packed weights on CPU: decoded inside the summing loop, or once per call.
+"""Products with MXFP4 weights on CPU: decoded inside the summing loop, or once per call.
 
 Two things decide the speed. A sum with one result goes to YNNPACK or is split into partial sums
 kept in memory; a reduction with several results stays one loop of XLA's own, with decoding and any
 gather of the weight fused into it: hence `GROUP` outputs side by side. No more, as each is one more
 stream for the memory to serve; and activations behind a barrier, or they are rounded again for
-every output. Without these two a decode step of four rows took 1.7 times as long
-(`scripts/benchmark_model.py --weights int8`). And that loop is vectorised only if its sums may be
-reordered, so they are integers: activations are rounded to as many bits as a 32-bit sum of one
-block allows (14 and more for int8, 22 for MXFP4), far below the weight's own rounding. Measured by
-`scripts/experiment_cpu_products.py` and by whole steps.
+every output. The sums of a block are integers: activations are rounded to the 22 bits that a 32-bit
+sum allows, far below the weight's own rounding.
 """
 
 import functools
@@ -17,33 +14,17 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8, Int32, UInt8
+from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.linear.reference import MXFP4_BLOCK
 
 GROUP = 2
-INT8_BLOCK = 1024
-INT32_MAX = 2**31 - 1
+STEPS = 2**22
+"""Integers to either side of zero: 12 times a block of 32 of them fits 32 bits."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BYTE_PAIRS = tuple((E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256))
 """The two numbers, low nibble first, behind each byte."""
-
-
-def int8_product(
-    values: Int8[Array, "stack out in"],
-    scales: Float[Array, "stack out"],
-    x: Float[Array, "row in"],
-) -> Float[Array, "row out"]:
-    """`values[r] x[r]` with each output's scale, float32; a stack of one serves every row."""
-    width = values.shape[-1]
-    block = next(size for size in range(min(width, INT8_BLOCK), 0, -1) if width % size == 0)
-    rounded, step = _to_integers(x, block, largest_sum=128 * block)
-    rounded = jax.lax.optimization_barrier(rounded)
-    grouped = _grouped(values.reshape(*values.shape[:-1], -1, block))
-    products = [part.astype(jnp.int32) * rounded[:, None] for part in grouped]
-    sums = _sum_last(products).astype(jnp.float32)
-    return _add_last(sums * step[:, None]) * scales
 
 
 def mxfp4_product(
@@ -54,7 +35,7 @@ def mxfp4_product(
     """`values[r] x[r]` for a weight in the released MXFP4 packing, float32; a stack of one serves
     every row. A block scale below 2^-126 counts as zero, one of 255 gives NaN.
     """
-    rounded, step = _to_integers(x, MXFP4_BLOCK, largest_sum=12 * MXFP4_BLOCK)
+    rounded, step = _to_integers(x)
     # Split by nibble beforehand: strided reads inside the loop would not be vectorised.
     even, odd = jax.lax.optimization_barrier((rounded[..., ::2], rounded[..., 1::2]))
     blocks = values.reshape(*values.shape[:-1], -1, MXFP4_BLOCK // 2)
@@ -83,13 +64,12 @@ def power_of_two(scales: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _to_integers(
-    x: Float[Array, "row in"], block: int, *, largest_sum: int
+    x: Float[Array, "row in"],
 ) -> tuple[Int32[Array, "row block step"], Float[Array, "row block"]]:
-    """x as integers times a factor per block, so that `largest_sum` times one fits 32 bits."""
-    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, block)
+    """x as integers up to `STEPS` times a factor per block."""
+    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, MXFP4_BLOCK)
     largest = jnp.maximum(jnp.abs(blocks).max(-1), 1e-30)
-    # Beyond 22 bits float32 has no more to give.
-    step = largest / min(INT32_MAX // largest_sum, 2**22)
+    step = largest / STEPS
     # The largest of a vectorised loop may miss NaN, and an integer cannot be one.
     step = jnp.where(jnp.isfinite(blocks).all(-1), step, jnp.nan)
     return jnp.round(blocks / step[..., None]).astype(jnp.int32), step
