@@ -177,7 +177,7 @@ def limit_cases() -> dict[str, tuple[Callable[[], float], float]]:
 def measure(
     params: K3Params, config: K3Config, prefill: list[int], decode: list[int], rounds: int
 ) -> dict[str, Any]:
-    """All cases and limits, one repetition of each per round; medians."""
+    """One repetition of every case per round, the limits before each; medians."""
     cases = [step_case(params, config, "prefill", 1, tokens, 1) for tokens in prefill]
     cases += [step_case(params, config, "decode", rows, 1, 16) for rows in decode]
     limits = limit_cases()
@@ -190,9 +190,10 @@ def measure(
     compiled = time.perf_counter() - begin
     seconds: dict[Any, list[float]] = {}
     for number in range(rounds):
-        for name, (run, _) in limits.items():
-            seconds.setdefault(name, []).extend(run() for _ in range(3))
         for case in cases:
+            # A machine that becomes slower for some seconds does so for the limits as well.
+            for name, (run, _) in limits.items():
+                seconds.setdefault(name, []).append(run())
             seconds.setdefault(case, []).append(case.run())
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     rate = {name: amount / statistics.median(seconds[name]) for name, (_, amount) in limits.items()}
