@@ -154,6 +154,8 @@ def _output(
     """Gated norm and output projection of what the recurrence gave."""
     gate = _output_gate(params, x).reshape(o.shape)
     o = gated_rms_norm(o, gate, params.out_norm, config.rms_norm_eps).astype(x.dtype)
+    # In the heads' own shape: XLA's CPU code for joined heads does not vectorise.
+    o = jax.lax.optimization_barrier(o)
     return matmul(o.reshape(*x.shape[:2], -1), params.out)
 
 

@@ -19,6 +19,8 @@ def causal_conv(
     ``lax.conv`` forty times the time.
     """
     tokens, taps = x.shape[1], weight.shape[1]
+    if tokens == 1:
+        return _one_token(x, window, weight, lengths)
     # Tap by tap in memory; as columns of [C, W] they would be gathered one by one.
     by_tap = lax.optimization_barrier(weight.T.astype(jnp.float32))
     wide = x.astype(jnp.float32)
@@ -30,6 +32,26 @@ def causal_conv(
     inside = jnp.arange(tokens)[None, :, None] < lengths[:, None, None]
     y = jnp.where(inside, jax.nn.silu(y), 0.0).astype(x.dtype)
     return y, last_inputs(x, window, lengths)
+
+
+def _one_token(
+    x: Float[Array, "B 1 C"],
+    window: Float[Array, "B W-1 C"],
+    weight: Float[Array, "C W"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B 1 C"], Float[Array, "B W-1 C"]]:
+    """`causal_conv` of a decode step: sum, activation and window once each, in whole rows.
+
+    Without the barriers XLA computes the sum again in each of the six fusions that read a part of
+    it, and `last_inputs` would gather the window element by element.
+    """
+    by_tap = lax.optimization_barrier(weight.T.astype(jnp.float32))
+    history = [*window.astype(jnp.float32).swapaxes(0, 1), x[:, 0].astype(jnp.float32)]
+    y = lax.optimization_barrier(sum(a * b for a, b in zip(history, by_tap, strict=True)))
+    real = lengths[:, None] > 0
+    y = lax.optimization_barrier(jnp.where(real, jax.nn.silu(y), 0.0).astype(x.dtype))
+    shifted = jnp.concatenate([window[:, 1:], x.astype(window.dtype)], axis=1)
+    return y[:, None], jnp.where(real[:, :, None], shifted, window)
 
 
 def last_inputs(

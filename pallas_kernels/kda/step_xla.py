@@ -44,6 +44,8 @@ def kda_decode(
     a row's state stays in cache between its uses, and a dropped row can write back what it has just
     read, whatever other rows have done to that slot.
     """
+    # Computed once: without the barrier norms, gates and masks are again in every reader's fusion.
+    q, k, v, log_decay, beta = lax.optimization_barrier((q, k, v, log_decay, beta))
     slots = state_pool.shape[0]
     fresh = read_slots < 0
     kept = (write_slots >= 0) & (write_slots < slots)
