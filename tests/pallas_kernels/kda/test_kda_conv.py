@@ -18,7 +18,9 @@ def conv_inputs(seed, rows, tokens, channels, taps=4):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize(("tokens", "taps"), [(1, 4), (2, 4), (3, 4), (17, 4), (9, 2), (5, 7)])
+@pytest.mark.parametrize(
+    ("tokens", "taps"), [(1, 4), (1, 2), (1, 7), (2, 4), (3, 4), (17, 4), (9, 2), (5, 7)]
+)
 def test_convolution_equals_the_reference(tokens, taps):
     x, window, weight = conv_inputs(tokens, 3, tokens, 13, taps)
     lengths = np.array([tokens, 0, tokens // 2])
@@ -36,15 +38,17 @@ def test_a_row_of_length_zero_keeps_its_window():
     np.testing.assert_array_equal(new_window[1], x[1, 2:])
 
 
-def test_poisoned_padding_reaches_nothing():
-    x, window, weight = conv_inputs(2, 4, 11, 7)
-    lengths = np.array([0, 1, 3, 11])
+@pytest.mark.parametrize("lengths", [[0, 1, 3, 11], [0, 1, 1, 0]])
+def test_poisoned_padding_reaches_nothing(lengths):
+    lengths, tokens = np.array(lengths), max(lengths)
+    x, window, weight = conv_inputs(2, 4, tokens, 7)
     want_y, want_window = conv(x, window, weight, lengths)
-    x[np.arange(11)[None, :] >= lengths[:, None]] = np.nan
+    padding = np.arange(tokens)[None, :] >= lengths[:, None]
+    x[padding] = np.nan
     y, new_window = conv(x, window, weight, lengths)
     np.testing.assert_array_equal(y, want_y)
     np.testing.assert_array_equal(new_window, want_window)
-    assert np.all(np.asarray(y)[np.arange(11)[None, :] >= lengths[:, None]] == 0.0)
+    assert np.all(np.asarray(y)[padding] == 0.0)
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (5, 10), (1, 2, 3, 4)])
@@ -59,11 +63,12 @@ def test_any_partition_gives_the_same_outputs_and_window(cuts):
     np.testing.assert_array_equal(window, whole_window)
 
 
-def test_outputs_keep_the_dtype_of_x_and_windows_their_own():
-    x, window, weight = conv_inputs(4, 2, 6, 5)
-    narrow = jnp.asarray(x, jnp.bfloat16)
-    y, new_window = conv(narrow, window, weight, np.array([6, 6]))
-    wide, _ = conv(narrow.astype(jnp.float32), window, weight, np.array([6, 6]))
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_outputs_keep_the_dtype_of_x_and_windows_their_own(tokens):
+    x, window, weight = conv_inputs(4, 2, tokens, 5)
+    narrow, lengths = jnp.asarray(x, jnp.bfloat16), np.full(2, tokens)
+    y, new_window = conv(narrow, window, weight, lengths)
+    wide, _ = conv(narrow.astype(jnp.float32), window, weight, lengths)
     assert y.dtype == jnp.bfloat16 and new_window.dtype == jnp.float32
     np.testing.assert_array_equal(y, wide.astype(jnp.bfloat16))
 
