@@ -177,7 +177,7 @@ def limit_cases() -> dict[str, tuple[Callable[[], float], float]]:
 def measure(
     params: K3Params, config: K3Config, prefill: list[int], decode: list[int], rounds: int
 ) -> dict[str, Any]:
-    """One repetition of every case per round, the limits before each; medians."""
+    """One repetition of every case per round, the limits before and after each; medians."""
     cases = [step_case(params, config, "prefill", 1, tokens, 1) for tokens in prefill]
     cases += [step_case(params, config, "decode", rows, 1, 16) for rows in decode]
     limits = limit_cases()
@@ -189,12 +189,17 @@ def measure(
         run()
     compiled = time.perf_counter() - begin
     seconds: dict[Any, list[float]] = {}
+
+    def time_limits() -> None:
+        # Often: a machine that becomes slower for some seconds does so for them as well.
+        for name, (run, _) in limits.items():
+            seconds.setdefault(name, []).append(run())
+
     for number in range(rounds):
+        time_limits()
         for case in cases:
-            # A machine that becomes slower for some seconds does so for the limits as well.
-            for name, (run, _) in limits.items():
-                seconds.setdefault(name, []).append(run())
             seconds.setdefault(case, []).append(case.run())
+            time_limits()
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     rate = {name: amount / statistics.median(seconds[name]) for name, (_, amount) in limits.items()}
     active = active_parameters(config)
