@@ -7,9 +7,14 @@ Both reads of the state come before its update, so that the state is read once f
     S'       = D S + k dᵀ
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+RUN = 16
+"""Key channels whose terms one expression adds up where a whole pool is read."""
 
 
 def kda_step(
@@ -40,16 +45,48 @@ def kda_decode(
 ) -> tuple[Float[Array, "B H V"], Float[Array, "slots H K V"]]:
     """One step for rows whose states live in a pool, all float32.
 
-    Row after row, each read, advanced and written back before the next: the pool is never copied,
-    a row's state stays in cache between its uses, and a dropped row can write back what it has just
-    read, whatever other rows have done to that slot.
+    With as many slots as rows, as batch inference has, the pool is advanced as it lies, by all
+    cores, unless a row reads or writes another's slot. Else row after row.
     """
     # Computed once: without the barrier norms, gates and masks are again in every reader's fusion.
     q, k, v, log_decay, beta = lax.optimization_barrier((q, k, v, log_decay, beta))
-    slots = state_pool.shape[0]
+    rows, slots = q.shape[0], state_pool.shape[0]
     fresh = read_slots < 0
     kept = (write_slots >= 0) & (write_slots < slots)
-    read_at = jnp.clip(read_slots, 0, slots - 1)
+    inputs = (q, k, v, log_decay, beta, state_pool)
+    if rows != slots:
+        return _decode_rows(*inputs, read_slots, write_slots, fresh, kept)
+    if rows == 1:
+        return _decode_pool(*inputs, fresh, kept)
+    own = jnp.arange(rows)
+    in_place = jnp.all((fresh | (read_slots == own)) & (~kept | (write_slots == own)))
+    return lax.cond(
+        in_place,
+        lambda *inputs: _decode_pool(*inputs, fresh, kept),
+        lambda *inputs: _decode_rows(*inputs, read_slots, write_slots, fresh, kept),
+        *inputs,
+    )
+
+
+def _decode_rows(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    log_decay: Float[Array, "B H K"],
+    beta: Float[Array, "B H"],
+    state_pool: Float[Array, "slots H K V"],
+    read_slots: Int[Array, "B"],
+    write_slots: Int[Array, "B"],
+    fresh: Bool[Array, "B"],
+    kept: Bool[Array, "B"],
+) -> tuple[Float[Array, "B H V"], Float[Array, "slots H K V"]]:
+    """Row after row, each read, advanced and written back before the next.
+
+    The pool is never copied, a row's state stays in cache between its uses, and a dropped row can
+    write back what it has just read, whatever other rows have done to that slot. XLA gives an
+    update in place one core.
+    """
+    read_at = jnp.clip(read_slots, 0, state_pool.shape[0] - 1)
     write_at = jnp.where(kept, write_slots, read_at)
     decay = jnp.exp(log_decay)
     queries = jnp.stack([decay * k, decay * q], axis=-2)
@@ -80,11 +117,45 @@ def kda_decode(
     return out, pool
 
 
+def _decode_pool(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    log_decay: Float[Array, "B H K"],
+    beta: Float[Array, "B H"],
+    states: Float[Array, "B H K V"],
+    fresh: Bool[Array, "B"],
+    kept: Bool[Array, "B"],
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """Row b owns slot b: two passes over the pool, a read and an update, by all cores."""
+    fresh, kept = (x[:, None, None, None] for x in (fresh, kept))
+    decay = jnp.exp(log_decay)
+    queries = lax.optimization_barrier(jnp.stack([decay * k, decay * q], axis=-2))
+    seen = jnp.where(fresh, 0.0, _read_in_runs(queries, states))
+    change = beta[..., None] * (v - seen[..., 0, :])
+    out = seen[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * change
+    # The update waits for all reads, or it would need a copy of the pool.
+    change, states = lax.optimization_barrier((change, states))
+    decayed = jnp.where(fresh, 0.0, states) * decay[..., None]
+    return out, jnp.where(kept, decayed + k[..., None] * change[..., None, :], states)
+
+
 def _read(
     queries: Float[Array, "B H Q K"], state: Float[Array, "B H K V"]
 ) -> Float[Array, "B H Q V"]:
     """``queries · state`` as a multiply and sum, which XLA's CPU compiler runs in one pass."""
     return jnp.sum(queries[..., None] * state[:, :, None], axis=-2)
+
+
+def _read_in_runs(
+    queries: Float[Array, "B H Q K"], states: Float[Array, "B H K V"]
+) -> Float[Array, "B H Q V"]:
+    """`_read` in a form that XLA compiles itself, splits over all cores and vectorises over V."""
+    run = math.gcd(states.shape[2], RUN)
+    terms = states.reshape(*states.shape[:2], 1, -1, run, states.shape[3])
+    queries = queries.reshape(*queries.shape[:3], -1, run, 1)
+    partial = sum(queries[..., i, :] * terms[..., i, :] for i in range(run))
+    return jnp.sum(lax.optimization_barrier(partial), axis=-2)
 
 
 def _zero_where(zero: Bool[Array, ""], x: Float[Array, "..."]) -> Float[Array, "..."]:

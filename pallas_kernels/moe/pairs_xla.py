@@ -5,7 +5,9 @@ product and leaves the slice outside. A reduction with several results stays wit
 which fuses the gather into the loop and lifts the expert's number out of the inner one, so weights
 are read once, from where they lie. `SUMS` outputs side by side share each load of x and reach the
 read bandwidth of two cores; of rows as short as an expert's, four are faster than eight. At 16 XLA
-stops fusing and copies.
+stops fusing and copies. XLA gives each core a range of the outer axis, so that axis is blocks of
+outputs, not pairs: cores get equal shares however pairs fall to experts, and pairs of one expert
+find its block in their core's own cache.
 """
 
 import math
@@ -18,8 +20,10 @@ from pallas_kernels.linear.mxfp4_xla import mxfp4_product
 from pallas_kernels.moe.reference import Activation, Weight
 from pallas_kernels.moe.routing import Routing
 
-CHUNK = 32
-"""Pairs per loop step, about; enough work to hide the step's own cost of some 20 microseconds."""
+CHUNK = 64
+"""Pairs per loop step, about; enough work to hide that cores start and stop together."""
+BLOCKS = 4
+"""Blocks of outputs, each computed for all pairs of a chunk before the next."""
 SUMS = 4
 """Outputs of a float product that are summed side by side."""
 
@@ -65,14 +69,16 @@ def _pair_product(
 def _float_product(
     w: Float[Array, "pair out in"] | Int8[Array, "pair out in"], x: Float[Array, "pair in"]
 ) -> Float[Array, "pair out"]:
-    runs = math.gcd(w.shape[1], SUMS)
-    grouped = w.astype(jnp.float32).reshape(w.shape[0], runs, -1, w.shape[2])
+    pairs, outs, width = w.shape
+    blocks = math.gcd(outs, BLOCKS)
+    runs = math.gcd(outs // blocks, SUMS)
+    grouped = w.astype(jnp.float32).reshape(pairs, blocks, runs, -1, width).swapaxes(0, 1)
     # Behind a barrier, or what makes x is computed again for every output.
     wide = jax.lax.optimization_barrier(x.astype(jnp.float32))[:, None]
-    products = tuple(grouped[:, i] * wide for i in range(runs))
+    products = tuple(grouped[:, :, i] * wide for i in range(runs))
     zeros = (jnp.float32(0),) * runs
-    sums = jax.lax.reduce(products, zeros, lambda a, b: tuple(map(jax.lax.add, a, b)), (2,))
-    return jnp.concatenate(sums, axis=1)
+    sums = jax.lax.reduce(products, zeros, lambda a, b: tuple(map(jax.lax.add, a, b)), (3,))
+    return jnp.stack(sums, axis=2).swapaxes(0, 1).reshape(pairs, outs)
 
 
 def _take(leaf: jax.Array, chosen: jax.Array) -> jax.Array:
