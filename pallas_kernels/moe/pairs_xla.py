@@ -5,8 +5,8 @@ product and leaves the slice outside. A reduction with several results stays wit
 which fuses the gather into the loop and lifts the expert's number out of the inner one, so weights
 are read once, from where they lie. `SUMS` outputs side by side share each load of x and reach the
 read bandwidth of two cores; of rows as short as an expert's, four are faster than eight. At 16 XLA
-stops fusing and copies. XLA gives each core a range of the outer axis, so that axis is blocks of
-outputs, not pairs: cores get equal shares however pairs fall to experts, and pairs of one expert
+stops fusing and copies. XLA gives each core a range of the outer axis. With blocks of outputs there
+in place of pairs, cores get equal shares however pairs fall to experts, and pairs of one expert
 find its block in their core's own cache.
 """
 
@@ -23,7 +23,8 @@ from pallas_kernels.moe.routing import Routing
 CHUNK = 64
 """Pairs per loop step, about; enough work to hide that cores start and stop together."""
 BLOCKS = 4
-"""Blocks of outputs, each computed for all pairs of a chunk before the next."""
+"""Blocks of a float weight's outputs, each computed for all pairs of a chunk before the next. An int8
+expert fits a core's cache whole; with more blocks its products were slower."""
 SUMS = 4
 """Outputs of a float product that are summed side by side."""
 
@@ -70,7 +71,7 @@ def _float_product(
     w: Float[Array, "pair out in"] | Int8[Array, "pair out in"], x: Float[Array, "pair in"]
 ) -> Float[Array, "pair out"]:
     pairs, outs, width = w.shape
-    blocks = math.gcd(outs, BLOCKS)
+    blocks = 1 if w.dtype == jnp.int8 else math.gcd(outs, BLOCKS)
     runs = math.gcd(outs // blocks, SUMS)
     grouped = w.astype(jnp.float32).reshape(pairs, blocks, runs, -1, width).swapaxes(0, 1)
     # Behind a barrier, or what makes x is computed again for every output.
