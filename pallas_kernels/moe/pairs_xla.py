@@ -23,8 +23,8 @@ from pallas_kernels.moe.routing import Routing
 CHUNK = 64
 """Pairs per loop step, about; enough work to hide that cores start and stop together."""
 BLOCKS = 4
-"""Blocks of a float weight's outputs, each computed for all pairs of a chunk before the next. An int8
-expert fits a core's cache whole; with more blocks its products were slower."""
+"""Blocks of a float weight's outputs, each computed for all pairs of a chunk before the next. An
+int8 expert fits a core's cache whole; with more blocks its products were slower."""
 SUMS = 4
 """Outputs of a float product that are summed side by side."""
 
