@@ -92,17 +92,52 @@ def test_a_row_does_not_depend_on_its_neighbours():
     np.testing.assert_array_equal(other_pool[1:], new_pool[1:])
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-def test_the_donated_pool_is_updated_in_place(rows):
+@pytest.mark.parametrize("order", ["own", "one swapped", "shifted"])
+@pytest.mark.parametrize(("rows", "key_dim"), [(1, 16), (2, 12), (5, 32), (8, 7)])
+def test_a_pool_of_as_many_slots_as_rows(rows, key_dim, order):
+    rng = np.random.default_rng(rows)
+    token, _ = one_token(200 + rows, rows, key_dim=key_dim)
+    pool = rng.standard_normal((rows, 3, key_dim, 24)).astype(np.float32)
+    slots = np.arange(rows)
+    if order == "one swapped":
+        slots[[0, -1]] = slots[[-1, 0]]
+    read = write = np.roll(slots, order == "shifted")
+    want_out, want_state = recurrence(*(x[:, None] for x in token), pool[read])
+    out, new_pool = decode(*token, jax.numpy.asarray(pool), read, write)
+    assert relative_error(out, want_out[:, 0]) < 1e-6
+    assert relative_error(new_pool[write], want_state) < 1e-6
+
+
+def test_rows_of_a_full_pool_that_are_fresh_dropped_or_both():
+    token, _ = one_token(8, 6)
+    pool = np.random.default_rng(8).standard_normal((6, 3, 16, 24)).astype(np.float32)
+    read = np.array([0, -1, 2, -1, -5, 5])
+    write = np.array([0, 1, -1, 6, -3, 5])
+    pool[[1, 3]] = np.nan  # read by none
+    for x in token:
+        x[[3, 4]] = np.nan  # padding
+    start = np.where((read < 0)[:, None, None, None], 0, pool)
+    rows = [0, 1, 2, 5]
+    want_out, want_state = recurrence(*(x[rows, None] for x in token), start[rows])
+    out, new_pool = decode(*token, jax.numpy.asarray(pool), read, write)
+    assert relative_error(out[np.array(rows)], want_out[:, 0]) < 1e-6
+    assert relative_error(new_pool[np.array([0, 1, 5])], want_state[[0, 1, 3]]) < 1e-6
+    untouched = np.array([2, 3, 4])
+    np.testing.assert_array_equal(new_pool[untouched], pool[untouched])
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(1, 97), (4, 97), (16, 97), (1, 1), (16, 16)])
+def test_the_donated_pool_is_updated_in_place(rows, slots):
     token, _ = one_token(5, rows, heads=2, key_dim=16, value_dim=16)
-    pool = jax.ShapeDtypeStruct((97, 2, 16, 16), np.float32)
-    slots = jax.ShapeDtypeStruct((rows,), np.int32)
-    compiled = decode.lower(*token, pool, slots, slots).compile()
+    shape = (slots, 2, 16, 16)
+    pool = jax.ShapeDtypeStruct(shape, np.float32)
+    address = jax.ShapeDtypeStruct((rows,), np.int32)
+    compiled = decode.lower(*token, pool, address, address).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
     assert "input_output_alias={ {1}: (5, {}" in text
-    assert not re.search(r"= f32\[97,2,16,16\]\S* copy\(", text)
-    assert memory.temp_size_in_bytes < 97 * 2 * 16 * 16 * 4
+    assert not re.search(rf"= f32\[{slots},2,16,16\]\S* copy\(", text)
+    assert memory.temp_size_in_bytes < max(slots, 4) * 2 * 16 * 16 * 4
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ SHAPES = [  # rows, choices, experts, width, latent
     (67, 4, 32, 32, 64),
     (131, 2, 5, 32, 32),
     (512, 4, 32, 32, 32),
+    (4, 3, 9, 5, 14),  # outputs that divide into no blocks, or blocks into no runs
+    (20, 4, 40, 9, 20),
+    (20, 4, 40, 6, 21),
 ]
 
 
