@@ -134,8 +134,7 @@ def _decode_pool(
     seen = jnp.where(fresh, 0.0, _read_in_runs(queries, states))
     change = beta[..., None] * (v - seen[..., 0, :])
     out = seen[..., 1, :] + jnp.sum(q * k, axis=-1, keepdims=True) * change
-    # The update waits for all reads, or it would need a copy of the pool.
-    change, states = lax.optimization_barrier((change, states))
+    change = lax.optimization_barrier(change)  # or the update computes it for every element
     decayed = jnp.where(fresh, 0.0, states) * decay[..., None]
     return out, jnp.where(kept, decayed + k[..., None] * change[..., None, :], states)
 
