@@ -7,6 +7,7 @@ Both reads of the state come before its update, so that the state is read once f
     S'       = D S + k dᵀ
 """
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -53,19 +54,17 @@ def kda_decode(
     rows, slots = q.shape[0], state_pool.shape[0]
     fresh = read_slots < 0
     kept = (write_slots >= 0) & (write_slots < slots)
-    inputs = (q, k, v, log_decay, beta, state_pool)
+    by_row = functools.partial(
+        _decode_rows, read_slots=read_slots, write_slots=write_slots, fresh=fresh, kept=kept
+    )
+    at_once = functools.partial(_decode_pool, fresh=fresh, kept=kept)
     if rows != slots:
-        return _decode_rows(*inputs, read_slots, write_slots, fresh, kept)
+        return by_row(q, k, v, log_decay, beta, state_pool)
     if rows == 1:
-        return _decode_pool(*inputs, fresh, kept)
+        return at_once(q, k, v, log_decay, beta, state_pool)
     own = jnp.arange(rows)
     in_place = jnp.all((fresh | (read_slots == own)) & (~kept | (write_slots == own)))
-    return lax.cond(
-        in_place,
-        lambda *inputs: _decode_pool(*inputs, fresh, kept),
-        lambda *inputs: _decode_rows(*inputs, read_slots, write_slots, fresh, kept),
-        *inputs,
-    )
+    return lax.cond(in_place, at_once, by_row, q, k, v, log_decay, beta, state_pool)
 
 
 def _decode_rows(
