@@ -126,7 +126,10 @@ def _decode_pool(
     fresh: Bool[Array, "B"],
     kept: Bool[Array, "B"],
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """Row b owns slot b: two passes over the pool, a read and an update, by all cores."""
+    """Row b owns slot b: two passes over the pool, a read and an update, by all cores.
+
+    Fresh rows are masked in each pass: masked once before them, XLA would keep a copy of the pool.
+    """
     fresh, kept = (x[:, None, None, None] for x in (fresh, kept))
     decay = jnp.exp(log_decay)
     queries = lax.optimization_barrier(jnp.stack([decay * k, decay * q], axis=-2))
