@@ -60,27 +60,32 @@ def _pair_product(
 ) -> Float[Array, "pair out"]:
     """`weight[chosen[p]] x[p]` for every pair p, summed in float32, in the dtype of x."""
     if not isinstance(weight, tuple):
-        return _float_product(_take(weight, chosen), x).astype(x.dtype)
-    values, scales = (_take(leaf, chosen) for leaf in weight)
+        return _float_product(weight, chosen, x, BLOCKS).astype(x.dtype)
+    values, scales = weight
     if values.dtype == jnp.uint8:
-        return mxfp4_product(values, scales, x).astype(x.dtype)
-    return (_float_product(values, x) * scales).astype(x.dtype)
+        return mxfp4_product(_take(values, chosen), _take(scales, chosen), x).astype(x.dtype)
+    return (_float_product(values, chosen, x, 1) * _take(scales, chosen)).astype(x.dtype)
 
 
 def _float_product(
-    w: Float[Array, "pair out in"] | Int8[Array, "pair out in"], x: Float[Array, "pair in"]
+    weight: Float[Array, "expert out in"] | Int8[Array, "expert out in"],
+    chosen: Int[Array, "pair"],
+    x: Float[Array, "pair in"],
+    blocks: int,
 ) -> Float[Array, "pair out"]:
-    pairs, outs, width = w.shape
-    blocks = 1 if w.dtype == jnp.int8 else math.gcd(outs, BLOCKS)
+    experts, outs, width = weight.shape
+    blocks = math.gcd(outs, blocks)
     runs = math.gcd(outs // blocks, SUMS)
-    grouped = w.astype(jnp.float32).reshape(pairs, blocks, runs, -1, width).swapaxes(0, 1)
+    grouped = weight.reshape(experts, blocks, runs, -1, width)
+    # Gathered in the order of the loop, blocks before pairs.
+    taken = _take(grouped, chosen[None], jnp.arange(blocks)[:, None]).astype(jnp.float32)
     # Behind a barrier, or what makes x is computed again for every output.
     wide = jax.lax.optimization_barrier(x.astype(jnp.float32))[:, None]
-    products = tuple(grouped[:, :, i] * wide for i in range(runs))
+    products = tuple(taken[:, :, i] * wide for i in range(runs))
     zeros = (jnp.float32(0),) * runs
     sums = jax.lax.reduce(products, zeros, lambda a, b: tuple(map(jax.lax.add, a, b)), (3,))
-    return jnp.stack(sums, axis=2).swapaxes(0, 1).reshape(pairs, outs)
+    return jnp.stack(sums, axis=2).swapaxes(0, 1).reshape(len(chosen), outs)
 
 
-def _take(leaf: jax.Array, chosen: jax.Array) -> jax.Array:
-    return leaf.at[chosen].get(mode="promise_in_bounds")
+def _take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
+    return leaf.at[indices].get(mode="promise_in_bounds")
