@@ -19,7 +19,6 @@ from openai import APIStatusError, OpenAI
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc as pb_grpc
 
-from serving.gateway import free_port
 from tests.serving.waiting import eventually
 
 COMMAND = [sys.executable, "-c", "import sys; from k3jax.cli import main; sys.exit(main())"]
@@ -75,8 +74,7 @@ def status_of_an_answer(url: str, key: str) -> int:
 
 
 def test_one_command_starts_replicas_and_gateway_and_ends_them():
-    first = free_port()
-    options = ("--listen", f"127.0.0.1:{first}", "--http-port", "0", "--metrics-port", "0")
+    options = ("--listen", "127.0.0.1:0", "--http-port", "0", "--metrics-port", "0")
     with serving(*SMALL, *options, "--replicas", "2", "--api-key", "secret") as process:
         lines = read_until(process, "curl")
         said = "\n".join(lines)
@@ -108,7 +106,7 @@ def test_one_command_starts_replicas_and_gateway_and_ends_them():
 
 
 def test_stream_that_is_open_at_sigterm_is_answered_in_full():
-    options = ("--listen", f"127.0.0.1:{free_port()}", "--http-port", "0", "--metrics-port", "0")
+    options = ("--listen", "127.0.0.1:0", "--http-port", "0", "--metrics-port", "0")
     with serving(*SMALL, *options, "--token-budget", "64") as process:
         url = re.search(r"HTTP +(http://\S+)", "\n".join(read_until(process, "curl")))
         assert url is not None
@@ -133,7 +131,7 @@ def test_stream_that_is_open_at_sigterm_is_answered_in_full():
 
 
 def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
-    options = ("--listen", f"127.0.0.1:{free_port()}", "--http-port", "0", "--metrics-port", "0")
+    options = ("--listen", "127.0.0.1:0", "--http-port", "0", "--metrics-port", "0")
     with serving(*SMALL, *options, "--num-pages", "64m") as process:
         _, errors = process.communicate(timeout=120)
 
@@ -144,7 +142,7 @@ def test_memory_that_does_not_suffice_is_refused_with_what_is_wanted_and_free():
 
 @pytest.mark.parametrize("kind", [["--grpc-only"], ["--replicas", "2", "--http-port", "0"]])
 def test_sizes_that_cannot_be_are_refused_once_and_before_anything_starts(kind: list[str]):
-    options = ("--listen", f"127.0.0.1:{free_port()}", "--metrics-port", "0")
+    options = ("--listen", "127.0.0.1:0", "--metrics-port", "0")
     with serving("--max-context", "9k", *kind, *options) as process:
         said, errors = process.communicate(timeout=120)
 
@@ -155,7 +153,7 @@ def test_sizes_that_cannot_be_are_refused_once_and_before_anything_starts(kind: 
 
 def test_start_that_is_called_off_while_compiling_ends_at_once_and_quietly():
     options = ("--max-rows", "2", "--max-context", "512", "--grpc-only", "--metrics-port", "0")
-    with serving(*options, "--listen", f"127.0.0.1:{free_port()}") as process:
+    with serving(*options, "--listen", "127.0.0.1:0") as process:
         read_until(process, "kernels on")
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
