@@ -136,7 +136,8 @@ def kda_decode(
     for name, slots in (("read_slots", read_slots), ("write_slots", write_slots)):
         _check_integers(name, slots, k.shape[0])
     inputs = _as_float32(q, k, v, log_decay, beta)
-    return step_xla.kda_decode(*inputs, state_pool, read_slots, write_slots)
+    addresses = (jnp.asarray(slots, jnp.int32) for slots in (read_slots, write_slots))
+    return step_xla.kda_decode(*inputs, state_pool, *addresses)
 
 
 def causal_conv(

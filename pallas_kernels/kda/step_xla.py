@@ -52,6 +52,8 @@ def kda_decode(
     # Computed once: without the barrier norms, gates and masks are again in every reader's fusion.
     q, k, v, log_decay, beta = lax.optimization_barrier((q, k, v, log_decay, beta))
     rows, slots = q.shape[0], state_pool.shape[0]
+    if rows == 0:
+        return v, state_pool
     fresh = read_slots < 0
     kept = (write_slots >= 0) & (write_slots < slots)
     by_row = functools.partial(

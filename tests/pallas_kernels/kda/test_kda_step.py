@@ -126,6 +126,33 @@ def test_rows_of_a_full_pool_that_are_fresh_dropped_or_both():
     np.testing.assert_array_equal(new_pool[untouched], pool[untouched])
 
 
+@pytest.mark.parametrize("slots", [0, 3])
+def test_no_rows_leave_the_pool_alone(slots):
+    token, _ = one_token(9, 0)
+    pool = np.random.default_rng(9).standard_normal((slots, 3, 16, 24)).astype(np.float32)
+    nobody = np.zeros(0, np.int32)
+    out, new_pool = decode(*token, jax.numpy.asarray(pool), nobody, nobody)
+    assert out.shape == (0, 3, 24)
+    np.testing.assert_array_equal(new_pool, pool)
+
+
+@pytest.mark.parametrize("slots", [3, 5])
+def test_slots_may_be_constants_of_a_traced_loop(slots):
+    token, _ = one_token(10, 3)
+    pool = np.random.default_rng(10).standard_normal((slots, 3, 16, 24)).astype(np.float32)
+    own = np.arange(3)
+
+    def again(pool, _):
+        out, pool = kda.kda_decode(*token, pool, own, own)
+        return pool, out
+
+    new_pool, outs = jax.lax.scan(again, pool, None, length=4)
+    repeated = [np.repeat(x[:, None], 4, axis=1) for x in token]
+    want_out, want_state = recurrence(*repeated, pool[:3])
+    assert relative_error(np.moveaxis(outs, 0, 1), want_out) < 2e-6
+    assert relative_error(new_pool[:3], want_state) < 2e-6
+
+
 @pytest.mark.parametrize(("rows", "slots"), [(1, 97), (4, 97), (16, 97), (1, 1), (16, 16)])
 def test_the_donated_pool_is_updated_in_place(rows, slots):
     token, _ = one_token(5, rows, heads=2, key_dim=16, value_dim=16)
