@@ -47,7 +47,8 @@ def kda_decode(
     """One step for rows whose states live in a pool, all float32.
 
     With as many slots as rows, as batch inference has, the pool is advanced as it lies, by all
-    cores, unless a row reads or writes another's slot. Else row after row.
+    cores, unless a row reads or writes another's slot. Else row after row. Which it is depends on
+    the slots alone; the two differ by float rounding.
     """
     # Computed once: without the barrier norms, gates and masks are again in every reader's fusion.
     q, k, v, log_decay, beta = lax.optimization_barrier((q, k, v, log_decay, beta))
@@ -154,9 +155,12 @@ def _read_in_runs(
     queries: Float[Array, "B H Q K"], states: Float[Array, "B H K V"]
 ) -> Float[Array, "B H Q V"]:
     """`_read` in a form that XLA compiles itself, splits over all cores and vectorises over V."""
-    run = math.gcd(states.shape[2], RUN)
-    terms = states.reshape(*states.shape[:2], 1, -1, run, states.shape[3])
-    queries = queries.reshape(*queries.shape[:3], -1, run, 1)
+    batch, heads, key, value = states.shape
+    run = math.gcd(key, RUN)
+    if run < RUN // 2:  # the partial sums would be half as large as the pool, or larger
+        return _read(queries, states)
+    terms = states.reshape(batch, heads, 1, key // run, run, value)
+    queries = queries.reshape(*queries.shape[:3], key // run, run, 1)
     partial = sum(queries[..., i, :] * terms[..., i, :] for i in range(run))
     return jnp.sum(lax.optimization_barrier(partial), axis=-2)
 

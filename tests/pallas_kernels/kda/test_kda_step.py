@@ -126,6 +126,24 @@ def test_rows_of_a_full_pool_that_are_fresh_dropped_or_both():
     np.testing.assert_array_equal(new_pool[untouched], pool[untouched])
 
 
+@pytest.mark.parametrize("key_dim", [16, 33, 100, 127])
+def test_a_full_pool_needs_little_room_beside_it(key_dim):
+    token, _ = one_token(11, 16, heads=2, key_dim=key_dim, value_dim=64)
+    pool = jax.ShapeDtypeStruct((16, 2, key_dim, 64), np.float32)
+    own = jax.ShapeDtypeStruct((16,), np.int32)
+    memory = decode.lower(*token, pool, own, own).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 0.5 * 16 * 2 * key_dim * 64 * 4
+
+
+@pytest.mark.parametrize(("heads", "value_dim"), [(0, 4), (1, 0)])
+def test_empty_heads_and_values_give_empty_results(heads, value_dim):
+    token, _ = one_token(12, 2, heads=heads, key_dim=16, value_dim=value_dim)
+    pool, own = jax.numpy.zeros((2, heads, 16, value_dim)), np.arange(2)
+    out, new_pool = decode(*token, pool, own, own)
+    assert (out.shape, new_pool.shape) == ((2, heads, value_dim), (2, heads, 16, value_dim))
+
+
 @pytest.mark.parametrize("slots", [0, 3])
 def test_no_rows_leave_the_pool_alone(slots):
     token, _ = one_token(9, 0)
