@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="repetitions of everything")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    if args.rows < 2 or args.rounds < 1 or args.times <= 0:
+    if args.rows < 2 or args.rounds < 1 or not args.times > 0:
         parser.error("--rows is at least 2, --rounds at least 1, --times above 0")
     keep_freed_memory()
     found = measure(args.rows, args.rounds)

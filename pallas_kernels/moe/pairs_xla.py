@@ -74,8 +74,8 @@ def _float_product(
     blocks: int,
 ) -> Float[Array, "pair out"]:
     experts, outs, width = weight.shape
-    blocks = math.gcd(outs, blocks)
-    runs = math.gcd(outs // blocks, SUMS)
+    runs = math.gcd(outs, SUMS)
+    blocks = math.gcd(outs // runs, blocks)  # of what is left: a lone sum would copy the weights
     grouped = weight.reshape(experts, blocks, runs, -1, width)
     # Gathered in the order of the loop, blocks before pairs.
     taken = _take(grouped, chosen[None], jnp.arange(blocks)[:, None]).astype(jnp.float32)

@@ -64,6 +64,16 @@ def test_experts_equal_the_sum_by_hand(shape: tuple[int, ...]):
     near(jax.jit(experts, static_argnums=5)(*args, activation), by_hand(*args))
 
 
+@pytest.mark.parametrize(("width", "latent"), [(128, 256), (125, 250), (126, 252), (250, 500)])
+def test_few_rows_copy_no_weights(width: int, latent: int):
+    args = problem(16, 4, 60, width, latent)
+    options = {"xla_cpu_enable_fast_math": True}
+    compiled = jax.jit(experts, static_argnums=5, compiler_options=options).lower(*args, activation)
+    memory = compiled.compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 3 * width * latent * 4  # of one expert
+
+
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[8]])
 def test_dense_experts_equal_the_sum_by_hand(shape: tuple[int, ...]):
     args = problem(*shape)
