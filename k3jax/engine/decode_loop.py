@@ -124,6 +124,8 @@ def decode_loop(
 
     def body(carry: tuple[Array, Loop, StepState]) -> tuple[Array, Loop, StepState]:
         number, loop, state = carry
+        # Tied to the loop, or XLA decodes int8 and casts bfloat16 weights ahead of it, all at once.
+        weights, loop = jax.lax.optimization_barrier((params, loop))
         live = ~loop.done
         inputs = StepInputs(
             tokens=loop.tokens[:, None],
@@ -138,7 +140,7 @@ def decode_loop(
             emits=live,
             sampling=sampling.replace(generated=loop.counts),
         )
-        output, state = step(params, config, inputs, state, logprobs=logprobs)
+        output, state = step(weights, config, inputs, state, logprobs=logprobs)
         loop = loop.replace(positions=loop.positions + live)
         return number + 1, record(loop, output, live, limits), state
 
