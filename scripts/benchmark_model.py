@@ -1,14 +1,16 @@
 """Measure prefill and decode of a seeded 205 M-parameter K3 model against this machine's limits.
 
 In one run: the float32 GEMM rate (2048³) and the read bandwidth (sum over 1 GiB), then prefill of
-128, 512 and 2048 tokens and decode at batch 1 to 32 through the serving step, interleaved over
-several rounds. Reported are medians, tokens/s, and the fraction of the limit that binds: of the
-GEMM rate for prefill (2 FLOP per weight and token), of the read bandwidth for decode (each weight
-that any row uses, read once).
+128, 512 and 2048 tokens through the serving step and decode at batch 1 to 32 as `k3jax.generate`
+runs it, the step in a loop on the device, interleaved over several rounds. `--step` adds decode
+with one call from Python per step, as the engine runs it. Reported are medians, tokens/s, and the
+fraction of the limit that binds: of the GEMM rate for prefill (2 FLOP per weight and token), of
+the read bandwidth for decode (each weight that any row uses, read once).
 
   python scripts/benchmark_model.py
   python scripts/benchmark_model.py --rounds 9 --decode 1,16 --prefill 512 --json
   python scripts/benchmark_model.py --weights int8     # 8-bit linear weights
+  python scripts/benchmark_model.py --prefill "" --decode 1,16 --step 1,16    # what calls cost
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import numpy as np
 
 from k3jax import config as configs
 from k3jax.config import K3Config
+from k3jax.engine.decode_loop import Loop, RowLimits, decode_loop
 from k3jax.engine.host import keep_freed_memory
 from k3jax.engine.request import SamplingParams
 from k3jax.engine.sampling import SamplingInputs
@@ -152,6 +155,33 @@ def step_case(
     return Case(kind, rows, tokens, run)
 
 
+def loop_case(params: K3Params, config: K3Config, rows: int, repeats: int) -> Case:
+    """`repeats` decode steps, at most CONTEXT, in one loop on the device."""
+    pages = 2 * CONTEXT // PAGE_SIZE
+    state = StepState(
+        decode=DecodeState.init(config, num_slots=rows, num_pages=rows * pages, page_size=PAGE_SIZE)
+    )
+    table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+    sampling = SamplingInputs.pack([SamplingParams()] * rows, [0] * rows)
+    limits = RowLimits(
+        stop_ids=jnp.full((rows, 1), -1, jnp.int32), budgets=jnp.full(rows, repeats, jnp.int32)
+    )
+    holder = [state]
+
+    def run() -> float:
+        lengths, done = np.full(rows, CONTEXT, np.int32), np.zeros(rows, np.bool_)
+        loop = Loop.init(lengths, done, limit=repeats, top=None)
+        begin = time.perf_counter()
+        steps = jnp.int32(repeats)
+        _, holder[0] = decode_loop(
+            params, config, sampling, table, limits, steps, loop, holder[0], logprobs=None
+        )
+        jax.block_until_ready(holder[0])
+        return (time.perf_counter() - begin) / repeats
+
+    return Case("decode", rows, 1, run)
+
+
 def limit_cases() -> dict[str, tuple[Callable[[], float], float]]:
     """The machine's limits: a timed function and the FLOP or bytes that it stands for."""
     side = 2048
@@ -175,11 +205,17 @@ def limit_cases() -> dict[str, tuple[Callable[[], float], float]]:
 
 
 def measure(
-    params: K3Params, config: K3Config, prefill: list[int], decode: list[int], rounds: int
+    params: K3Params,
+    config: K3Config,
+    prefill: list[int],
+    decode: list[int],
+    step: list[int],
+    rounds: int,
 ) -> dict[str, Any]:
     """One repetition of every case per round, the limits before and after each; medians."""
     cases = [step_case(params, config, "prefill", 1, tokens, 1) for tokens in prefill]
-    cases += [step_case(params, config, "decode", rows, 1, 16) for rows in decode]
+    cases += [loop_case(params, config, rows, 16) for rows in decode]
+    cases += [step_case(params, config, "step", rows, 1, 16) for rows in step]
     limits = limit_cases()
     begin = time.perf_counter()
     for case in cases:
@@ -243,6 +279,7 @@ def main() -> int:
     )
     parser.add_argument("--prefill", type=_numbers, default=[128, 512, 2048], metavar="N,N")
     parser.add_argument("--decode", type=_numbers, default=[1, 4, 8, 16, 32], metavar="N,N")
+    parser.add_argument("--step", type=_numbers, default=[], metavar="N,N")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of every case")
     parser.add_argument("--weights", choices=("float32", "int8"), default="float32")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -250,7 +287,7 @@ def main() -> int:
     keep_freed_memory()
     config = small_config()
     params = random_params(config, args.weights)
-    result = measure(params, config, args.prefill, args.decode, args.rounds)
+    result = measure(params, config, args.prefill, args.decode, args.step, args.rounds)
     if args.json:
         print(json.dumps(result))
         return 0

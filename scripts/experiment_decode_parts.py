@@ -30,7 +30,7 @@ from k3jax.quant import matmul
 from pallas_kernels.kda import kda_decode
 from pallas_kernels.mla.paged_decode import mla_paged_decode
 from pallas_kernels.moe import experts
-from scripts.benchmark_model import CONTEXT, PAGE_SIZE, random_params, small_config, step_case
+from scripts.benchmark_model import CONTEXT, PAGE_SIZE, loop_case, random_params, small_config
 
 STEPS = 6
 """Steps of each repetition."""
@@ -151,8 +151,8 @@ def measure(rows: int, rounds: int) -> dict[str, float]:
     config = small_config()
     params = random_params(config, "float32")
     cases = {
-        "step of 1 row": step_case(params, config, "decode", 1, 1, 4 * STEPS).run,
-        f"step of {rows} rows": step_case(params, config, "decode", rows, 1, STEPS).run,
+        "step of 1 row": loop_case(params, config, 1, 4 * STEPS).run,
+        f"step of {rows} rows": loop_case(params, config, rows, STEPS).run,
         **parts(params, config, rows),
     }
     for run in cases.values():
