@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from k3jax.config import K3Config
 
@@ -31,3 +32,15 @@ def tiny_config() -> K3Config:
         max_context=256,
         vision=None,
     )
+
+
+def wider_config(**changes: Any) -> K3Config:
+    """`tiny_config` with matrices large enough to be told from activations in a program."""
+    sizes = {
+        "hidden_size": 256,
+        "kda_num_heads": 2,
+        "kda_head_dim": 64,
+        "expert_latent_size": 256,
+        "moe_intermediate_size": 256,
+    }
+    return replace(tiny_config(), **{**sizes, **changes})

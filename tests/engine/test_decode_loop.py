@@ -1,7 +1,5 @@
 """What the compiled decode loop may not do: decode packed weights ahead of it."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from k3jax.engine.step import StepState
 from k3jax.model import params
 from k3jax.model.quantize import quantize_weights
 from k3jax.state import DecodeState
-from tests.helpers import tiny_config
+from tests.helpers import wider_config
 
 SLOTS, PAGES, PAGE = 16, 16, 16
 
@@ -22,14 +20,8 @@ SLOTS, PAGES, PAGE = 16, 16, 16
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("weights", ["int8", "mxfp4", "bfloat16"])
 def test_packed_weights_stay_packed(weights: str, rows: int):
-    config = replace(
-        tiny_config(),
-        hidden_size=256,
-        kda_num_heads=2,
-        kda_head_dim=64,
+    config = wider_config(
         intermediate_size=1024,
-        expert_latent_size=256,
-        moe_intermediate_size=256,
         num_experts=16,
         vocab_size=2048,
         expert_format="mxfp4" if weights == "mxfp4" else None,

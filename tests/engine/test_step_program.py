@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.step import StepInputs, StepState, jitted_step
 from k3jax.model import params
 from k3jax.state import DecodeState, Spans
-from tests.helpers import tiny_config
+from tests.helpers import wider_config
 
 SLOTS, PAGES, PAGE = 64, 64, 16
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
@@ -23,17 +22,8 @@ BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
 @pytest.fixture(scope="module", params=[1, 4], ids="rows={}".format)
 def program(request):
     rows = request.param
-    config = replace(
-        tiny_config(),
-        hidden_size=256,
-        kda_num_heads=2,
-        kda_head_dim=64,
-        intermediate_size=512,
-        expert_latent_size=256,
-        moe_intermediate_size=256,
-        expert_format=None,
-        vocab_size=512,
-        q_lora_rank=128,
+    config = wider_config(
+        intermediate_size=512, expert_format=None, vocab_size=512, q_lora_rank=128
     )
     state = jax.eval_shape(
         lambda: StepState(
