@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from k3jax.cli.arguments import count
 from k3jax.config import K3Config
 from k3jax.engine.engine import Engine
 from k3jax.engine.engine_config import EngineConfig
@@ -33,6 +34,7 @@ from k3jax.engine.sampling import SamplingInputs
 from k3jax.engine.step import StepInputs, StepOutput, StepState, jitted_step
 from k3jax.model.params import K3Params
 from k3jax.state import DecodeState, Spans
+from scripts.arguments import counts
 from scripts.benchmark_model import random_params, small_config
 
 PROMPT = 128
@@ -343,27 +345,25 @@ def show(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(text: str) -> list[int]:
-    return sorted(int(part) for part in text.split(",") if part)
-
-
 def main() -> int:
     """Run and print the table, or one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--decode", type=_numbers, default=[1, 4, 16, 32], metavar="N,N", help="requests"
+        "--decode", type=counts, default=[1, 4, 16, 32], metavar="N,N", help="requests"
     )
-    parser.add_argument("--prefix", type=int, default=2048, help="tokens of the shared prefix")
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions of every measurement")
+    parser.add_argument("--prefix", type=count, default=2048, help="tokens of the shared prefix")
+    parser.add_argument("--rounds", type=count, default=3, help="repetitions of every measurement")
     parser.add_argument("--weights", choices=("float32", "int8"), default="float32")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    if not args.decode:
+        parser.error("--decode: at least one number of requests")
     keep_freed_memory()
     config = small_config()
     params = random_params(config, args.weights)
-    result = measure(params, config, args.decode, args.prefix, args.rounds)
+    result = measure(params, config, sorted(args.decode), args.prefix, args.rounds)
     print(json.dumps(result) if args.json else show(result))
     return 0
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax import config as configs
+from k3jax.cli.arguments import count
 from k3jax.config import K3Config
 from k3jax.engine.decode_loop import Loop, RowLimits, decode_loop
 from k3jax.engine.host import keep_freed_memory
@@ -39,6 +40,7 @@ from k3jax.model import params as model_params
 from k3jax.model.params import K3Params
 from k3jax.model.quantize import quantize_weights
 from k3jax.state import DecodeState, Spans
+from scripts.arguments import counts
 
 PAGE_SIZE = 64
 CONTEXT = 256
@@ -115,15 +117,10 @@ def step_case(
 ) -> Case:
     """A prefill span of `tokens` tokens, or `repeats` decode steps, through the jitted step."""
     prefill = kind == "prefill"
-    pages = -(-(tokens if prefill else 2 * CONTEXT) // PAGE_SIZE)
-    state = StepState(
-        decode=DecodeState.init(config, num_slots=rows, num_pages=rows * pages, page_size=PAGE_SIZE)
-    )
+    state, table, sampling = _batch(config, rows, tokens if prefill else 2 * CONTEXT)
     rng = np.random.default_rng(rows * 10000 + tokens)
     ids = rng.integers(0, config.vocab_size, (rows, tokens)).astype(np.int32)
     slots = np.arange(rows, dtype=np.int32)
-    table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-    sampling = SamplingInputs.pack([SamplingParams()] * rows, [0] * rows)
     holder = [state]
 
     def inputs(start: int, ids: Any) -> StepInputs:
@@ -157,22 +154,17 @@ def step_case(
 
 def loop_case(params: K3Params, config: K3Config, rows: int, repeats: int) -> Case:
     """`repeats` decode steps, at most CONTEXT, in one loop on the device."""
-    pages = 2 * CONTEXT // PAGE_SIZE
-    state = StepState(
-        decode=DecodeState.init(config, num_slots=rows, num_pages=rows * pages, page_size=PAGE_SIZE)
-    )
-    table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-    sampling = SamplingInputs.pack([SamplingParams()] * rows, [0] * rows)
+    state, table, sampling = _batch(config, rows, 2 * CONTEXT)
     limits = RowLimits(
         stop_ids=jnp.full((rows, 1), -1, jnp.int32), budgets=jnp.full(rows, repeats, jnp.int32)
     )
+    steps = jnp.int32(repeats)
     holder = [state]
 
     def run() -> float:
         lengths, done = np.full(rows, CONTEXT, np.int32), np.zeros(rows, np.bool_)
         loop = Loop.init(lengths, done, limit=repeats, top=None)
         begin = time.perf_counter()
-        steps = jnp.int32(repeats)
         _, holder[0] = decode_loop(
             params, config, sampling, table, limits, steps, loop, holder[0], logprobs=None
         )
@@ -180,6 +172,18 @@ def loop_case(params: K3Params, config: K3Config, rows: int, repeats: int) -> Ca
         return (time.perf_counter() - begin) / repeats
 
     return Case("decode", rows, 1, run)
+
+
+def _batch(
+    config: K3Config, rows: int, positions: int
+) -> tuple[StepState, np.ndarray, SamplingInputs]:
+    """Empty state, a page table of `positions` for each row, and greedy sampling."""
+    pages = -(-positions // PAGE_SIZE)
+    state = StepState(
+        decode=DecodeState.init(config, num_slots=rows, num_pages=rows * pages, page_size=PAGE_SIZE)
+    )
+    table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+    return state, table, SamplingInputs.pack([SamplingParams()] * rows, [0] * rows)
 
 
 def limit_cases() -> dict[str, tuple[Callable[[], float], float]]:
@@ -268,19 +272,15 @@ def measure(
     }
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
-
-
 def main() -> int:
     """Run and print the table, or one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prefill", type=_numbers, default=[128, 512, 2048], metavar="N,N")
-    parser.add_argument("--decode", type=_numbers, default=[1, 4, 8, 16, 32], metavar="N,N")
-    parser.add_argument("--step", type=_numbers, default=[], metavar="N,N")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions of every case")
+    parser.add_argument("--prefill", type=counts, default=[128, 512, 2048], metavar="N,N")
+    parser.add_argument("--decode", type=counts, default=[1, 4, 8, 16, 32], metavar="N,N")
+    parser.add_argument("--step", type=counts, default=[], metavar="N,N")
+    parser.add_argument("--rounds", type=count, default=5, help="repetitions of every case")
     parser.add_argument("--weights", choices=("float32", "int8"), default="float32")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
